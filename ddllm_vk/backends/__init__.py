@@ -1,0 +1,1 @@
+"""Ops implementations. `cpu` is the compiled one; `reference` is numpy, for tests."""

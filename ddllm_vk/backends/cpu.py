@@ -1,0 +1,173 @@
+"""CpuOps: the Ops on compiled CPU kernels, computing at once in preallocated buffers."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from ..cpu import kernels
+from ..cpu.threads import ThreadPool
+from ..cpu.weights import pack
+from ..ops import HeadStatistics
+from .arena import Arena
+
+F32 = np.float32
+
+
+class CpuOps:
+    """Weights are packed for the kernels; activations float32, quantised to Q80 where `activations` is "q80" and the
+    weight is quantised. One pass at a time (Session holds the model's lock)."""
+
+    def __init__(self, eps: float, activations: str = "q80", threads: int | None = None):
+        self.eps = eps
+        self.quantized = activations == "q80"
+        self.pool = ThreadPool(threads)
+        self.arena = Arena()
+
+    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
+        if len(shape) == 1:
+            return np.array(raw, dtype=F32).reshape(shape)
+        return pack(fmt, raw, shape, self.pool)
+
+    def weight_bytes(self, weight: Any) -> int:
+        return weight.nbytes
+
+    def scope(self) -> AbstractContextManager[None]:
+        return self.arena.scope()
+
+    def new_cache(self, kv_heads: int, capacity: int, head_dim: int) -> np.ndarray:
+        return np.empty((kv_heads, capacity, head_dim), dtype=F32)
+
+    def resize_cache(self, cache: np.ndarray, capacity: int, first: int, count: int) -> np.ndarray:
+        if capacity == cache.shape[1]:
+            cache[:, :count] = cache[:, first : first + count].copy() if first < count else cache[:, first : first + count]
+            return cache
+        resized = np.empty((cache.shape[0], capacity, cache.shape[2]), dtype=F32)
+        resized[:, :count] = cache[:, first : first + count]
+        return resized
+
+    def store_rows(self, x: np.ndarray, cache: np.ndarray, slot: int) -> None:
+        kernels.store_rows(self.pool, x.reshape(x.shape[0], cache.shape[0], cache.shape[2]), cache, slot)
+
+    def embedding_rows(self, table: Any, ids: np.ndarray, scale: float) -> np.ndarray:
+        out = self.arena.take((len(ids), table.shape[1]))
+        kernels.embedding_rows(self.pool, table, ids, scale, out)
+        return out
+
+    def rms_norm(self, x: np.ndarray, weight: Any) -> np.ndarray:
+        out = self.arena.take(x.shape)
+        kernels.rms_norm(self.pool, x, weight, self.eps, out)
+        return out
+
+    def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        out = self.arena.take(x.shape)
+        kernels.add(self.pool, x, y, out)
+        return out
+
+    def add_rms_norm(self, x, y, weight: Any, scale: float = 1.0, out: np.ndarray | None = None) -> np.ndarray:
+        out = self.arena.take(x.shape) if out is None else out
+        kernels.add_rms_norm(self.pool, x, y, weight, self.eps, out, scale)
+        return out
+
+    def linear(self, x: np.ndarray, *weights: Any) -> tuple[np.ndarray, ...]:
+        outs = tuple(self.arena.take((x.shape[0], w.shape[0])) for w in weights)
+        quantized = None
+        for w, out in zip(weights, outs, strict=True):
+            if self.quantized and w.format in ("q40", "q80"):
+                quantized = quantized or kernels.quantize_rows(self.pool, x)
+                kernels.linear(self.pool, quantized, w, out)
+            else:
+                kernels.linear(self.pool, x, w, out)
+        return outs
+
+    def gelu_mul(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        out = self.arena.take(gate.shape)
+        kernels.gelu_mul(self.pool, gate, up, out)
+        return out
+
+    def rope_tables(self, start: int, rows: int, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        angles = np.arange(start, start + rows, dtype=F32)[:, None] * inv_freq
+        return np.cos(angles), np.sin(angles)
+
+    def head_norm_rope(self, x: np.ndarray, heads: int, weight: Any, rope: Any) -> np.ndarray:
+        out = self.arena.take(x.shape)
+        shape = (x.shape[0], heads, x.shape[1] // heads)
+        cos, sin = rope if rope is not None else (None, None)
+        kernels.head_norm_rope(self.pool, x.reshape(shape), weight, self.eps, cos, sin, out.reshape(shape))
+        return out
+
+    def attention(self, q: np.ndarray, heads: int, k: np.ndarray, v: np.ndarray, lo, hi) -> np.ndarray:
+        out = self.arena.take(q.shape)
+        kernels.attention(self.pool, q.reshape(q.shape[0], heads, q.shape[1] // heads), k, v, lo, hi, out)
+        return out
+
+    def router(self, h, scale, proj, per_expert_scale, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.arena.take((h.shape[0], top_k), np.int32)
+        weights = self.arena.take((h.shape[0], top_k))
+        kernels.router(self.pool, h, scale, proj, per_expert_scale, top_k, self.eps, ids, weights)
+        return ids, weights
+
+    def experts(self, x, ids, weights, gate_up, down) -> np.ndarray:
+        out = self.arena.take(x.shape)
+        quantized = self.quantized and gate_up.format in ("q40", "q80")
+        kernels.experts(self.pool, x, ids, weights, gate_up, down, out, quantized)
+        return out
+
+    def append_row(self, x: np.ndarray, row: int) -> np.ndarray:
+        out = self.arena.take((x.shape[0] + 1, x.shape[1]))
+        out[:-1] = x
+        out[-1] = x[row]
+        return out
+
+    def head_logits(self, x: np.ndarray, table: Any, softcap: float) -> np.ndarray:
+        out = np.empty((x.shape[0], table.shape[0]), dtype=F32)
+        kernels.head_logits(self.pool, x, table, softcap, out, self._quantized_table(table))
+        return out
+
+    def head_statistics(
+        self,
+        x: np.ndarray,
+        table: Any,
+        softcap: float,
+        temperature: float,
+        uniforms: np.ndarray,
+        forbidden_row: int,
+        forbidden_ids: Sequence[int],
+    ) -> HeadStatistics:
+        stats = kernels.head_statistics(
+            self.pool,
+            x,
+            table,
+            softcap,
+            temperature,
+            uniforms,
+            forbidden_row,
+            np.asarray(forbidden_ids, dtype=np.int32),
+            self._quantized_table(table),
+        )
+        return HeadStatistics(stats.argmax, stats.sampled, stats.entropy, stats)
+
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
+        soft = statistics.soft
+        out = np.empty((rows, soft.table.shape[1]), dtype=F32)
+        kernels.soft_embedding(self.pool, soft, scale, out)
+        return out
+
+    def soft_embedding_of_logits(self, z: np.ndarray, table: Any, scale: float) -> np.ndarray:
+        probabilities = np.exp(z - z.max(axis=-1, keepdims=True))
+        probabilities /= probabilities.sum(axis=-1, keepdims=True)
+        ids = np.broadcast_to(np.arange(z.shape[1], dtype=np.int32), z.shape)
+        counts = np.full(z.shape[0], z.shape[1], dtype=np.int32)
+        out = np.empty((z.shape[0], table.shape[1]), dtype=F32)
+        kernels.sparse_rows(self.pool, table, np.ascontiguousarray(ids), probabilities, counts, scale, out)
+        return out
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return np.array(x, dtype=F32)
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _quantized_table(self, table: Any) -> bool:
+        return self.quantized and table.format in ("q40", "q80")

@@ -1,0 +1,236 @@
+"""load_model: from a model folder to a Model with uploaded weights, and the Model itself."""
+
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from .checkpoint import Checkpoint, StoredTensor, expected_tensors, open_checkpoint
+from .config import GenerationDefaults, ModelConfig
+from .diffusion import GenerationConfig, GenerationStats, OnCanvas, OnStep, Result, denoise
+from .errors import InputError
+from .model import ModelWeights
+from .noise import NoiseSource
+from .ops import Ops, Weight
+from .quants import BLOCK, BLOCK_BYTES, quantize
+from .session import Session
+from .tokenizer import Tokenizer
+
+Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
+
+_CHUNK_VALUES = 8 << 20  #: weights quantised at a time while loading
+
+
+class Model:
+    """A loaded model. Make it with `load_model`; close it, or let it go, to free the weights."""
+
+    def __init__(self, path: Path, config: ModelConfig, defaults: GenerationDefaults, tokenizer: Tokenizer, ops: Ops,
+                 weights: ModelWeights, weight_bytes: int):
+        self.path, self.config, self.generation_defaults, self.tokenizer = path, config, defaults, tokenizer
+        self.weight_bytes = weight_bytes  #: bytes the weights take on the device
+        self._ops, self._weights, self._lock = ops, weights, threading.RLock()
+
+    def session(self) -> Session:
+        """A fresh session with a KV cache of its own."""
+        return Session(self._ops, self._weights, self.config, self._lock)
+
+    def prompt_ids(self, prompt: str | Sequence[Any] | np.ndarray) -> np.ndarray:
+        """int32 ids of a prompt: ids as they are, a string as one user message, messages through the chat template."""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], dict):
+            prompt = self.tokenizer.apply_chat_template(list(prompt))
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError("the prompt is empty or is neither token ids, a string nor a list of messages")
+        return ids
+
+    def generate(self, ids_or_messages: str | Sequence[Any] | np.ndarray, config: GenerationConfig | None = None,
+                 on_step: OnStep | None = None, on_canvas: OnCanvas | None = None,
+                 noise: NoiseSource | None = None) -> Result:
+        """Denoises a reply to token ids, a list of chat messages, or a string (one user message).
+
+        Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt beyond the context.
+        """
+        started = time.perf_counter()
+        settings = (config or GenerationConfig()).over(self.generation_defaults)
+        for i in (*settings.eos_token_ids, settings.pad_token_id):
+            if not 0 <= i < self.config.vocab_size:
+                raise InputError(f"token id {i} is outside the vocabulary of {self.config.vocab_size}")
+        prompt = self.prompt_ids(ids_or_messages)
+        out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas)
+        seconds = time.perf_counter() - started
+        steps = [c.steps for c in out.canvases]
+        stats = GenerationStats(
+            prompt_tokens=len(prompt),
+            new_tokens=len(out.ids),
+            canvases=len(out.canvases),
+            steps=steps,
+            encode_seconds=out.encode_seconds,
+            denoise_seconds=out.denoise_seconds,
+            seconds=seconds,
+            tokens_per_pass=len(out.ids) / max(sum(steps), 1),
+            tokens_per_second=len(out.ids) / seconds,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+        return Result(self.tokenizer.decode(out.ids.tolist()), out.ids, out.finish_reason, out.canvases, stats)
+
+    def close(self) -> None:
+        """Frees the device's memory; the model cannot be used after it."""
+        self._ops.close()
+        self._weights = ModelWeights(None, None, {}, [])
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held resident, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def load_model(
+    path: str | Path,
+    backend: Literal["auto", "cpu", "reference"] = "cpu",
+    device: int = 0,
+    nodes: Sequence[str] | None = None,
+    weights: Literal["stored", "f32", "q40"] = "stored",
+    embedding: Literal["q80", "q40", "f32"] | None = None,
+    activations: Literal["q80", "f32"] = "q80",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Loads a Hugging Face folder or a converted folder.
+
+    backend: "cpu" (also what "auto" means today); "reference" is plain numpy, for tests. weights: "stored" as the folder
+    has them, "f32" unquantised arithmetic, "q40" quantised while loading, with the embedding as `embedding` (q80 if
+    None). activations: "q80" inputs of products with quantised weights are quantised too, "f32" they are not, for tests.
+    threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError.
+    """
+    _check_choice("backend", backend, ("auto", "cpu", "reference"))
+    _check_choice("weights", weights, ("stored", "f32", "q40"))
+    _check_choice("activations", activations, ("q80", "f32"))
+    if embedding is not None:
+        _check_choice("embedding", embedding, ("q80", "q40", "f32"))
+        if weights != "q40":
+            raise InputError('embedding can be chosen with weights="q40" only')
+    if device != 0:
+        raise InputError(f"device {device}: the {backend} backend has the one device 0")
+    if nodes:
+        raise InputError("nodes: running over several nodes is not implemented yet")
+    if threads is not None and threads < 1:
+        raise InputError(f"threads must be at least 1, not {threads}")
+
+    with open_checkpoint(path) as checkpoint:
+        tokenizer = Tokenizer.from_folder(checkpoint.path)
+        ops = _make_ops(backend, checkpoint.config, activations, threads)
+        formats = _Formats(weights, embedding or "q80")
+        try:
+            uploaded, size = _upload(ops, checkpoint, formats, progress)
+        except BaseException:
+            ops.close()
+            raise
+        return Model(checkpoint.path, checkpoint.config, checkpoint.generation_defaults, tokenizer, ops, uploaded, size)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InputError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _make_ops(backend: str, config: ModelConfig, activations: str, threads: int | None) -> Ops:
+    if backend == "reference":
+        from .backends.reference import ReferenceOps
+
+        return ReferenceOps(config.rms_norm_eps, activations)
+    from .backends.cpu import CpuOps
+
+    return CpuOps(config.rms_norm_eps, activations, threads)
+
+
+class _Formats:
+    """Which format a tensor is uploaded in."""
+
+    def __init__(self, weights: str, embedding: str):
+        self.weights, self.embedding = weights, embedding
+
+    def of(self, tensor: StoredTensor, role: str) -> str:
+        stored = tensor.format
+        if role == "float":
+            return "f32"
+        if self.weights == "stored":
+            return stored
+        if self.weights == "f32":
+            return "f32" if stored in ("q40", "q80") else stored  # f16 and bf16 are widened tile by tile: the same values
+        wanted = self.embedding if role == "embedding" else "q40"
+        if wanted == "f32":
+            return self.__class__("f32", "").of(tensor, role)
+        return wanted if tensor.shape[-1] % BLOCK == 0 else stored
+
+
+def _upload(ops: Ops, checkpoint: Checkpoint, formats: _Formats, progress: Progress | None) -> tuple[ModelWeights, int]:
+    config = checkpoint.config
+    specs = expected_tensors(config)
+    total = sum(checkpoint.tensors[name].nbytes for name in specs)
+    done = size = 0
+    w = ModelWeights(None, None, {}, [{} for _ in config.layers],
+                     [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers)
+    for name, spec in specs.items():
+        tensor = checkpoint.tensors[name]
+        tensor.check_finite()
+        kind, layer, short = _split_name(name)
+        if short == "layer_scalar":
+            scalars = w.encoder_layer_scalar if kind == "encoder" else w.decoder_layer_scalar
+            scalars[layer] = float(tensor.float32().reshape(()))
+        else:
+            weight = _upload_tensor(ops, tensor, formats.of(tensor, spec.role))
+            size += ops.weight_bytes(weight)
+            if kind == "layer":
+                w.layers[layer][short] = weight
+            elif kind == "self_conditioning":
+                w.self_conditioning[short] = weight
+            else:
+                setattr(w, short, weight)
+        tensor.release()
+        done += tensor.nbytes
+        if progress is not None:
+            progress(done, total)
+    return w, size
+
+
+def _split_name(name: str) -> tuple[str, int, str]:
+    """A checkpoint's name as (group, layer or -1, name inside the group without `.weight`)."""
+    parts = name.removesuffix(".weight").split(".")
+    if parts[1] == "encoder":
+        return "encoder", int(parts[4]), parts[5]
+    if parts[2] == "layers":
+        return "layer", int(parts[3]), ".".join(parts[4:])
+    if parts[2] == "self_conditioning":
+        return "self_conditioning", -1, parts[3]
+    return "top", -1, parts[2]
+
+
+def _upload_tensor(ops: Ops, tensor: StoredTensor, fmt: str) -> Weight:
+    if fmt == tensor.format:
+        return ops.upload(fmt, tensor.raw(), tensor.shape)
+    if tensor.format in ("q40", "q80") or fmt == "f32":
+        values = tensor.float32()
+        return ops.upload(fmt, values if fmt == "f32" else quantize(fmt, values), tensor.shape)
+    rows, k = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
+    blocks = np.empty((rows, k // BLOCK, BLOCK_BYTES[fmt]), dtype=np.uint8)
+    for start, values in _row_chunks(tensor, rows, k):
+        blocks[start : start + len(values)] = quantize(fmt, values)
+    return ops.upload(fmt, blocks.reshape(*tensor.shape[:-1], k // BLOCK, BLOCK_BYTES[fmt]), tensor.shape)
+
+
+def _row_chunks(tensor: StoredTensor, rows: int, k: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The tensor's values as float32 [some rows, k], a bounded number at a time."""
+    from .quants import dequantize
+
+    raw = tensor.raw().reshape(rows, k)
+    step = max(_CHUNK_VALUES // k, 1)
+    for start in range(0, rows, step):
+        yield start, dequantize(tensor.format, raw[start : start + step])
