@@ -17,7 +17,7 @@ from .errors import InputError
 from .model import ModelWeights
 from .noise import NoiseSource
 from .ops import Ops, Weight
-from .quants import BLOCK, BLOCK_BYTES, quantize
+from .quants import BLOCK, BLOCK_BYTES, dequantize, quantize
 from .session import Session
 from .tokenizer import Tokenizer
 
@@ -228,8 +228,6 @@ def _upload_tensor(ops: Ops, tensor: StoredTensor, fmt: str) -> Weight:
 
 def _row_chunks(tensor: StoredTensor, rows: int, k: int) -> Iterator[tuple[int, np.ndarray]]:
     """The tensor's values as float32 [some rows, k], a bounded number at a time."""
-    from .quants import dequantize
-
     raw = tensor.raw().reshape(rows, k)
     step = max(_CHUNK_VALUES // k, 1)
     for start in range(0, rows, step):

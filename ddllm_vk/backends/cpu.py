@@ -146,22 +146,16 @@ class CpuOps:
             np.asarray(forbidden_ids, dtype=np.int32),
             self._quantized_table(table),
         )
-        return HeadStatistics(stats.argmax, stats.sampled, stats.entropy, stats)
+        return HeadStatistics(stats.argmax, stats.sampled, stats.entropy, (stats, table))
 
     def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
-        soft = statistics.soft
-        out = np.empty((rows, soft.table.shape[1]), dtype=F32)
-        kernels.soft_embedding(self.pool, soft, scale, out)
-        return out
+        stats, table = statistics.soft
+        out = np.empty((len(stats.argmax), table.shape[1]), dtype=F32)
+        return kernels.soft_embedding(self.pool, stats, table, scale, out)[:rows]
 
     def soft_embedding_of_logits(self, z: np.ndarray, table: Any, scale: float) -> np.ndarray:
-        probabilities = np.exp(z - z.max(axis=-1, keepdims=True))
-        probabilities /= probabilities.sum(axis=-1, keepdims=True)
-        ids = np.broadcast_to(np.arange(z.shape[1], dtype=np.int32), z.shape)
-        counts = np.full(z.shape[0], z.shape[1], dtype=np.int32)
         out = np.empty((z.shape[0], table.shape[1]), dtype=F32)
-        kernels.sparse_rows(self.pool, table, np.ascontiguousarray(ids), probabilities, counts, scale, out)
-        return out
+        return kernels.soft_embedding_of_logits(self.pool, z, table, scale, out)
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return np.array(x, dtype=F32)

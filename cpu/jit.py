@@ -1,0 +1,77 @@
+"""The decorator of every compiled kernel, and where its object code is kept.
+
+numba's cache key covers a kernel's own file, not the generator that emits its inner loops nor the chosen instruction
+set, and would run a stale kernel silently. So the folder's name is a digest of everything that shapes the code.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import llvmlite
+import numba
+from ddllm_vk.cpu import isa
+from numba.core import config
+from numba.core.registry import cpu_target
+
+
+def _digest() -> str:
+    parts = [
+        numba.__version__,
+        llvmlite.__version__,
+        isa.ACTIVE.name,
+        *map(str, cpu_target.target_context.codegen().magic_tuple()),
+    ]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> str:
+    """A writable folder for these sources and this target; under the temporary folder if the home is not writable."""
+    name = _digest()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddllm_vk" / "kernels"
+    with contextlib.suppress(OSError):
+        (base / name).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=base / name):
+            return str(base / name)
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    fallback = Path(tempfile.gettempdir()) / f"ddllm_vk-{user}"
+    try:
+        fallback.mkdir(mode=0o700, exist_ok=True)
+        # Object code is loaded from here: never from a folder somebody else made.
+        if not hasattr(os, "getuid") or fallback.stat().st_uid == os.getuid():
+            (fallback / name).mkdir(exist_ok=True)
+            return str(fallback / name)
+    except OSError:
+        pass
+    return tempfile.mkdtemp(prefix="ddllm_vk-")
+
+
+CACHE_FOLDER = _cache_folder()
+
+
+@contextlib.contextmanager
+def _our_cache() -> Iterator[None]:
+    """numba reads its settings when a function is decorated; those of other libraries stay as they are."""
+    before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES if hasattr(config, "CACHE_LOCATOR_CLASSES") else None
+    config.CACHE_DIR = CACHE_FOLDER
+    if before[1]:
+        config.CACHE_LOCATOR_CLASSES = ""
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before[0]
+        if before[1]:
+            config.CACHE_LOCATOR_CLASSES = before[1]
+
+
+def kernel(function: Callable) -> Callable:
+    """Compile `function` at its first call, without the GIL, cached. The code may fuse a*b + c but reorders nothing:
+    sums that need an order other than left to right are emitted with that order (intrinsics.py, emit.py)."""
+    with _our_cache():
+        return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)

@@ -1,0 +1,228 @@
+"""Opening a model folder: every tensor found, checked against config.json, and readable through mmap without a copy."""
+
+import mmap
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from ..config import GenerationDefaults, ModelConfig, load_config, load_generation_defaults
+from ..errors import CheckpointError
+from ..quants import BLOCK, BLOCK_BYTES, QUANTIZED, dequantize
+from .folder import check_folder, read_headers
+from .header import Entry
+from .layout import Role, TensorSpec, expected_tensors, is_vision, tied_to
+
+#: how many names an error message lists before it only counts
+_NAMES_SHOWN = 4
+#: elements looked at in one go, to bound memory
+_CHUNK = 1 << 22
+_ITEM = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "q40": "u1", "q80": "u1"}
+#: all exponent bits set: infinite or not a number
+_EXPONENT = {"f32": ("<u4", 0x7F800000), "f16": ("<u2", 0x7C00), "bf16": ("<u2", 0x7F80)}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file. `format`: f32, f16, bf16, q40 or q80; `shape`: the logical one, in elements."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    file: Path
+    role: Role | None  # None: vision
+    start: int  # byte offsets in the file
+    stop: int
+    _map: mmap.mmap = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.stop - self.start
+
+    def raw(self) -> np.ndarray:
+        """A read-only view of the file's pages, which stay valid after close().
+
+        float32 or float16 of the logical shape; bf16: its bits as uint16; q40 and q80: uint8 [..., K/32, 18 or 34].
+        """
+        shape = self.shape
+        if self.format in QUANTIZED:
+            shape = (*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES[self.format])
+        dtype = np.dtype(_ITEM[self.format])
+        if not self.nbytes:
+            return np.empty(shape, dtype)
+        return np.frombuffer(self._map, dtype, self.nbytes // dtype.itemsize, self.start).reshape(shape)
+
+    def float32(self) -> np.ndarray:
+        """A copy as float32 of the logical shape, dequantised where needed."""
+        return dequantize(self.format, self.raw())
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """Gives the pages of bytes start..stop of the tensor (default: all) back to the system.
+
+        Views stay valid and read the file again when touched. Pages read through mmap count as the process's memory
+        until then: whoever copies weights into buffers of its own calls this after each tensor.
+        """
+        stop = self.nbytes if stop is None else stop
+        if stop <= start or not hasattr(self._map, "madvise"):
+            return
+        first = (self.start + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, self.start + stop - first)
+
+    def check_finite(self) -> None:
+        """Raises CheckpointError, naming file and tensor, when there is a NaN or an infinity.
+
+        Of quantised tensors only the scales can be such. Reads the tensor once, in bounded memory.
+        """
+        if not all_finite(self.format, self.raw()):
+            what = "scales" if self.format in QUANTIZED else "values"
+            raise CheckpointError(
+                f"{self.file}: tensor {self.name} has {what} that are NaN or infinite; the file is damaged or the "
+                "model's training failed: download it again"
+            )
+
+
+def all_finite(fmt: str, raw: np.ndarray) -> bool:
+    """Whether a stored array (as StoredTensor.raw gives it) has no NaN and no infinity."""
+    if not raw.size:
+        return True
+    if fmt in QUANTIZED:
+        words, fmt = raw.reshape(-1, BLOCK_BYTES[fmt]).view("<u2")[:, 0], "f16"
+    else:
+        words = raw.reshape(-1)
+    dtype, exponent = _EXPONENT[fmt]
+    words = words.view(dtype)
+    mask = words.dtype.type(exponent)
+    return not any(np.any((words[at : at + _CHUNK] & mask) == mask) for at in range(0, len(words), _CHUNK))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open model folder; a context manager. Tensors are in the order of the forward pass."""
+
+    path: Path
+    config: ModelConfig
+    generation_defaults: GenerationDefaults
+    tensors: dict[str, StoredTensor]  # the text model, complete
+    vision: dict[str, StoredTensor]
+    ignored: tuple[str, ...]  # second names of tied tensors
+    files: tuple[Path, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, text and vision, in their files."""
+        return sum(t.nbytes for t in (*self.tensors.values(), *self.vision.values()))
+
+    def check_finite(self) -> None:
+        """StoredTensor.check_finite of every tensor, giving pages back on the way."""
+        for tensor in (*self.tensors.values(), *self.vision.values()):
+            tensor.check_finite()
+            tensor.release()
+
+    def close(self) -> None:
+        """Closes the files. Arrays taken from raw() keep theirs open until they are gone."""
+        for mapping in {id(t._map): t._map for t in (*self.tensors.values(), *self.vision.values())}.values():
+            try:
+                mapping.close()
+            except BufferError:  # a view lives; it holds the mapping, which goes when the view does
+                continue
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a Hugging Face or converted folder without reading weights.
+
+    Raises CheckpointError or ConfigError in one line: not a model folder, weights missing, damaged, or not those that
+    config.json describes. NaN is only seen by check_finite, which has to read everything.
+    """
+    path = Path(path)
+    check_folder(path)
+    config = load_config(path)
+    return open_weights(path, config, load_generation_defaults(path, config))
+
+
+def open_weights(path: Path, config: ModelConfig, defaults: GenerationDefaults) -> Checkpoint:
+    """open_checkpoint where the configuration is known; `path` needs no config.json."""
+    found = read_headers(path)
+    expected = expected_tensors(config)
+    text, vision, ignored = _sort_names(path, expected, found)
+    _check_entries(expected, {name: found[stored] for name, stored in text.items()})
+    _check_entries({}, {name: found[name] for name in vision})
+    files = tuple(sorted({file for file, _ in found.values()}))
+    maps = {file: _map(file) for file in files}
+
+    def tensor(name: str, stored: str, role: Role | None) -> StoredTensor:
+        file, entry = found[stored]
+        assert entry.format is not None
+        return StoredTensor(name, entry.format, entry.shape, file, role, entry.start, entry.stop, maps[file])
+
+    return Checkpoint(
+        path=path,
+        config=config,
+        generation_defaults=defaults,
+        tensors={name: tensor(name, text[name], spec.role) for name, spec in expected.items()},
+        vision={name: tensor(name, name, None) for name in vision},
+        ignored=tuple(ignored),
+        files=files,
+    )
+
+
+def _sort_names(
+    path: Path, expected: dict[str, TensorSpec], found: dict[str, tuple[Path, Entry]]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """(needed name -> stored name, vision names, ignored names). Raises CheckpointError on unknown or missing names."""
+    text = {name: name for name in expected if name in found}
+    vision, ignored, unknown = [], [], []
+    for name in sorted(found.keys() - text.keys()):
+        twin = tied_to(name)
+        if is_vision(name):
+            vision.append(name)
+        elif twin not in expected:
+            unknown.append(name)
+        elif twin in text:
+            ignored.append(name)
+        else:
+            text[twin] = name
+    if unknown:
+        raise CheckpointError(f"{path}: holds {_list(unknown, 'unknown tensor')}; is config.json of another model?")
+    missing = [name for name in expected if name not in text]
+    if missing:
+        raise CheckpointError(
+            f"{path}: lacks {_list(missing, 'tensor')}; download the weights again, or config.json is of another model"
+        )
+    return text, vision, ignored
+
+
+def _list(names: list[str], what: str) -> str:
+    """'3 unknown tensors: a, b, c'"""
+    more = ", ..." if len(names) > _NAMES_SHOWN else ""
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''}: {', '.join(names[:_NAMES_SHOWN])}{more}"
+
+
+def _check_entries(expected: dict[str, TensorSpec], stored: dict[str, tuple[Path, Entry]]) -> None:
+    """Shapes and formats; a name that is not expected (vision) may have any shape."""
+    for name, (file, entry) in stored.items():
+        at = f"{file}: tensor {name}"
+        spec = expected.get(name)
+        if entry.format is None:
+            raise CheckpointError(f"{at} has dtype {entry.dtype}; weights must be F32, F16 or BF16, or converted here")
+        if spec is not None and entry.shape != spec.shape:
+            raise CheckpointError(f"{at} has shape {list(entry.shape)}; config.json asks for {list(spec.shape)}")
+        if entry.format in QUANTIZED and (spec is None or spec.role == "float"):
+            raise CheckpointError(
+                f"{at} is quantised ({entry.format}), which this tensor must not be; convert it again"
+            )
+
+
+def _map(file: Path) -> mmap.mmap:
+    try:
+        with open(file, "rb") as f:
+            return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{file}: cannot be mapped into memory ({e})") from None

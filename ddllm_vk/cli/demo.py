@@ -1,0 +1,122 @@
+"""`ddllm_vk demo`: held-out questions of every task, the canvas live, and whether the answers are right."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..tasks import TASKS
+from .generate import live_console
+from .options import load, model_options
+
+
+@click.command(short_help="Ask the bundled model held-out questions and check its answers.")
+@model_options
+@click.option("--task", "tasks", type=click.Choice(list(TASKS)), multiple=True,
+              help="Only this task; may be repeated.  [default: all]")
+@click.option("--count", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Questions a task.")
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Denoising steps a canvas at most.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, metavar="N",
+              help="Of the sampling.")
+@click.option("--questions", "question_seed", type=int, default=0, show_default=True, metavar="N",
+              help="Which held-out questions are drawn.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the accuracy of every task.")
+@click.option("--quiet", "-q", is_flag=True, help="Print the table of accuracies only.")  # fmt: skip
+def demo(
+    model_path: Path | None,
+    backend: str,
+    weights: str,
+    activations: str,
+    threads: int | None,
+    tasks: tuple[str, ...],
+    count: int,
+    steps: int | None,
+    seed: int,
+    question_seed: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Show what the bundled model can do, on questions it was not trained on.
+
+    With --count and --json this is the quality benchmark of a model and a backend: exact answers, with the 95%
+    confidence interval of the accuracy.
+    """
+    choices = {"backend": backend, "weights": weights, "activations": activations}
+    model = load(model_path, threads, show_progress=not quiet, **choices)
+
+    import ddllm_vk
+
+    from ..quality import score
+
+    config = ddllm_vk.GenerationConfig(seed=seed, max_denoising_steps=steps)
+    scores = []
+    for task in dict.fromkeys(tasks or TASKS):
+        if quiet or as_json:
+            show = None
+        else:
+            click.secho(f"\n{TASKS[task].title}", bold=True)
+            show = show_answer
+        if show is not None and live_console() is not None and count == 1:
+            scores.append(score_live(model, task, config, question_seed))
+        else:
+            scores.append(score(model, task, count, config, question_seed, show))
+    if as_json:
+        shown = {"model": str(model.path), **choices, "seed": seed, "questions_seed": question_seed,
+                 "tasks": [score_object(s) for s in scores]}  # fmt: skip
+        click.echo(json.dumps(shown, ensure_ascii=False))
+    elif quiet or count > 1:
+        print_table(scores)
+
+
+def score_object(score: Any) -> dict[str, Any]:
+    low, high = score.interval
+    return {**dataclasses.asdict(score), "accuracy": score.accuracy, "low": low, "high": high}
+
+
+def show_answer(example: Any, result: Any, correct: bool) -> None:
+    """One question and its answer on stdout."""
+    click.echo(f"\n{indented(example.prompt)}\n")
+    show_verdict(example, result, correct)
+
+
+def show_verdict(example: Any, result: Any, correct: bool) -> None:
+    click.secho(indented(result.text or "(nothing)"), fg="green" if correct else "red")
+    steps = sum(result.stats.steps)
+    verdict = "right" if correct else f"wrong; right is: {example.answer!r}"
+    click.echo(f"  -> {verdict} ({steps} steps, {result.stats.seconds * 1000:.0f} ms)")
+
+
+def score_live(model: Any, task: str, config: Any, question_seed: int) -> Any:
+    """One question with the canvas shown while it denoises."""
+    from ..quality import TaskScore, answer
+    from ..tasks import held_out
+    from .live import LiveCanvas
+
+    (example,) = held_out(task, 1, question_seed)
+    click.echo(f"\n{indented(example.prompt)}\n")
+    ends = frozenset(config.over(model.generation_defaults).eos_token_ids) | model.tokenizer.control.ends
+    with LiveCanvas(live_console(), model.tokenizer, ends) as view:
+        result, correct = answer(model, example, config, on_step=view.on_step, on_canvas=view.on_canvas)
+    show_verdict(example, result, correct)
+    steps = result.stats.steps
+    return TaskScore(task, 1, int(correct), sum(steps) / max(len(steps), 1), result.stats.seconds)
+
+
+def indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())
+
+
+def print_table(scores: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "questions", "right", "accuracy", "95% interval", "steps a canvas", "seconds a question")
+    for s in scores:
+        low, high = s.interval
+        table.add_row(s.task, str(s.questions), str(s.right), f"{s.accuracy:.1%}", f"{low:.1%} - {high:.1%}",
+                      f"{s.mean_steps:.1f}", f"{s.seconds / s.questions:.3f}")  # fmt: skip
+    Console(file=sys.stdout).print(table)

@@ -1,0 +1,136 @@
+"""`inspect`: what a model folder holds and what it needs in memory."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--context", type=int, default=None, help="Tokens to reckon memory for (default 8192, or the model's).")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with every tensor if --tensors).")
+def inspect(path: Path, context: int | None, tensors: bool, as_json: bool) -> None:
+    """Show the config, tensors, formats and sizes of the model folder PATH, and the memory it needs."""
+    from ..checkpoint.inspect import describe
+
+    description = describe(path, context)
+    if as_json:
+        if not tensors:
+            del description["tensors"]
+        click.echo(json.dumps(description, indent=2))
+        return
+    terminal = sys.stdout.isatty()
+    # a pipe has no width: lines there are as long as they need
+    console = Console(file=sys.stdout, width=None if terminal else 400, highlight=False)
+    for table in _tables(description, tensors):
+        table.box = box.SIMPLE_HEAD if terminal else None
+        if terminal:
+            console.print(table)
+            continue
+        with console.capture() as text:
+            console.print(table)
+        click.echo("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+
+
+def _tables(d: dict[str, Any], tensors: bool) -> list[Table]:
+    tables = [_config(d), _layers(d), _groups(d), _memory(d)]
+    return [*tables, _every_tensor(d)] if tensors else tables
+
+
+def _size(count: int) -> str:
+    """12.3 GB, 4.5 MB, 678 B"""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= limit:
+            return f"{count / limit:.2f} {unit}"
+    return f"{count} B"
+
+
+def _table(title: str, *columns: str, numbers: int = 0) -> Table:
+    """A table whose last `numbers` columns are right-aligned."""
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for i, column in enumerate(columns):
+        right = i >= len(columns) - numbers
+        table.add_column(column, justify="right" if right else "left", no_wrap=True, overflow="fold")
+    return table
+
+
+def _config(d: dict[str, Any]) -> Table:
+    c = d["config"]
+    table = _table(d["path"], "", "")
+    table.show_header = False
+    rows = {
+        "hidden size": c["hidden_size"],
+        "layers": c["num_hidden_layers"],
+        "attention heads": c["num_attention_heads"],
+        "dense MLP": c["intermediate_size"],
+        "experts": f"{c['num_experts']} of width {c['moe_intermediate_size']}, top {c['top_k_experts']}",
+        "vocabulary": c["vocab_size"],
+        "canvas": f"{c['canvas_length']} tokens",
+        "context": f"{c['max_position_embeddings']} tokens",
+        "logit softcap": c["final_logit_softcapping"],
+        "vision": "yes" if c["has_vision"] else "no",
+        "denoising": "up to {max_denoising_steps} steps, temperature {t_max} to {t_min}, entropy bound "
+        "{entropy_bound}".format(**d["generation"]),
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _layers(d: dict[str, Any]) -> Table:
+    table = _table("Layers", "kind", "rope", "count", "head_dim", "KV heads", "window", "theta", "rotated", numbers=6)
+    for kind in d["config"]["layers"]:
+        sliding = kind["layer_type"].startswith("sliding")
+        table.add_row(
+            kind["layer_type"],
+            kind["rope_type"],
+            str(kind["count"]),
+            str(kind["head_dim"]),
+            str(kind["num_key_value_heads"]),
+            str(d["config"]["sliding_window"]) if sliding else "-",
+            f"{kind['rope_theta']:g}",
+            f"{kind['partial_rotary_factor']:.0%}",
+        )
+    return table
+
+
+def _groups(d: dict[str, Any]) -> Table:
+    files = f"{d['files']} file{'s' if d['files'] > 1 else ''}"
+    table = _table(f"Tensors ({files})", "role", "format", "tensors", "parameters", "size", "bits a weight", numbers=4)
+    for g in d["groups"]:
+        bits = f"{8 * g['bytes'] / max(g['parameters'], 1):.2f}"
+        table.add_row(g["role"], g["format"], str(g["tensors"]), f"{g['parameters']:,}", _size(g["bytes"]), bits)
+    table.add_row("total", "", str(len(d["tensors"])), f"{d['parameters']:,}", _size(d["bytes"]), "")
+    if d["ignored"]:
+        table.add_row("tied copies, ignored", "", str(len(d["ignored"])), "", "", "")
+    return table
+
+
+def _memory(d: dict[str, Any]) -> Table:
+    m = d["memory"]
+    table = _table(f"Memory to run, {m['context']} tokens", "", "Q40", "float32", numbers=2)
+    table.add_row("weights", _size(m["weights_q40"]), _size(m["weights_f32"]))
+    rows = {
+        "KV cache, sliding layers": "kv_sliding",
+        "KV cache, full layers": "kv_full",
+        "working buffers (about)": "working",
+    }
+    for label, key in rows.items():
+        table.add_row(label, _size(m[key]), _size(m[key]))
+    table.add_row("total", _size(m["total_q40"]), _size(m["total_f32"]))
+    table.add_row("each further 1024 tokens", _size(m["kv_per_1k_tokens"]), _size(m["kv_per_1k_tokens"]))
+    return table
+
+
+def _every_tensor(d: dict[str, Any]) -> Table:
+    table = _table("Every tensor", "name", "role", "format", "shape", "file", "size", numbers=1)
+    for t in d["tensors"]:
+        table.add_row(t["name"], t["role"], t["format"], "x".join(map(str, t["shape"])), t["file"], _size(t["bytes"]))
+    return table

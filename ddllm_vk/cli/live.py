@@ -1,0 +1,133 @@
+"""What a terminal shows while a model loads and a canvas denoises."""
+
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ..tokenizer import StreamDecoder, Tokenizer
+
+if TYPE_CHECKING:
+    from ..diffusion import Canvas, StepInfo
+
+ACCEPTED, UNSETTLED, STATUS = "bold", "dim cyan", "reverse"
+FRAME_SECONDS = 0.05
+LOADING_DELAY = 0.5  # seconds; a model that loads faster shows no bar
+
+
+def printable(text: str, replacement: str = "�") -> str:
+    """The text without characters that steer a terminal; newline and tab stay."""
+    return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0x9F else replacement for c in text)
+
+
+def canvas_text(tokenizer: Tokenizer, step: "StepInfo", end_ids: frozenset[int]) -> Text:
+    """The most probable canvas up to its end of sequence, accepted tokens set off from unsettled ones."""
+    ids = [int(i) for i in step.ids]
+    length = next((row for row, i in enumerate(ids) if i in end_ids), len(ids))
+    text = Text(end="")
+    rows = zip(step.accepted, tokenizer.pieces(ids[:length]), strict=False)
+    for accepted, run in groupby(rows, key=lambda row: bool(row[0])):
+        piece = "".join(piece for _, piece in run)
+        text.append(printable(piece, "·").replace("\t", "  "), ACCEPTED if accepted else UNSETTLED)
+    return text
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """The first parts that fit into a line of that width."""
+    line = f" {parts[0]} "
+    for part in parts[1:]:
+        if len(line) + len(part) + 2 > width:
+            break
+        line += f" {part} "
+    return line
+
+
+class LiveCanvas:
+    """Context manager: the reply so far and the canvas being denoised, refreshed in place, gone at the end."""
+
+    def __init__(self, console: Console, tokenizer: Tokenizer, end_ids: frozenset[int]):
+        self._console, self._tokenizer, self._end_ids = console, tokenizer, end_ids
+        self._decoder = StreamDecoder(tokenizer)
+        self._finished = Text(end="")
+        self._finished_tokens = 0
+        self._started = time.perf_counter()
+        self._drawn = 0.0
+        self._body = Text(end="")
+        self._live = Live(console=console, transient=True, auto_refresh=False, redirect_stdout=False)
+
+    def __enter__(self) -> "LiveCanvas":
+        self._live.start()
+        self.say("reading the prompt")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def on_step(self, step: "StepInfo") -> None:
+        now = time.perf_counter()
+        if now - self._drawn < FRAME_SECONDS:
+            return
+        self._drawn = now
+        self._body = self._finished.copy().append_text(canvas_text(self._tokenizer, step, self._end_ids))
+        accepted = int(step.accepted.sum())
+        speed = (self._finished_tokens + accepted) / max(now - self._started, 1e-9)
+        parts = [f"step {step.step + 1}/{step.max_steps}", f"entropy {step.mean_entropy:.3f}", f"{speed:.0f} tokens/s"]
+        parts += [f"accepted {accepted}/{len(step.accepted)}", f"canvas {step.canvas_index + 1}"]
+        self.say(fitting(parts, self._console.width))
+
+    def say(self, status: str) -> None:
+        """Redraws with this line under the text."""
+        self._live.update(self._frame(self._body, status), refresh=True)
+
+    def on_canvas(self, canvas: "Canvas") -> None:
+        ids = [int(i) for i in canvas.ids]
+        end = next((row for row, i in enumerate(ids) if i in self._end_ids), len(ids))
+        self._finished_tokens += end
+        self._finished.append(printable(self._decoder.feed(ids)).replace("\t", "  "))
+
+    def _frame(self, body: Text, status: str) -> Group:
+        """The last lines that fit the terminal: what is above could not be refreshed."""
+        lines = body.wrap(self._console, self._console.width)
+        room = max(self._console.height - 2, 1)
+        shown = Text("\n").join(lines[-room:])
+        return Group(shown, Text(status, style=STATUS, no_wrap=True, overflow="ellipsis"))
+
+
+class LoadingBar:
+    """Context manager: a progress bar on stderr, only on a terminal and only when loading takes its time."""
+
+    def __init__(self, enabled: bool = True):
+        self._console = Console(stderr=True)
+        self._enabled = enabled and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._begin = time.perf_counter()
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> "LoadingBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, done_bytes: int, total_bytes: int) -> None:
+        """load_model's progress callback."""
+        if not self._enabled:
+            return
+        if self._progress is None:
+            if time.perf_counter() - self._begin < LOADING_DELAY:
+                return
+            columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.add_task("loading", total=total_bytes)
+            self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=done_bytes, total=total_bytes)

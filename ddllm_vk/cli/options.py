@@ -1,0 +1,61 @@
+"""Options that several commands share."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class FiniteFloat(click.FloatRange):
+    """A float range that refuses nan and infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+def bundled_model() -> Path:
+    """The model that comes with the package."""
+    return Path(__file__).resolve().parent.parent / "models" / "demo"
+
+
+_MODEL_OPTIONS = (
+    click.option("--model", "model_path", type=click.Path(path_type=Path), metavar="PATH",
+                 help="A model folder or file.  [default: the bundled model]"),
+    click.option("--backend", type=click.Choice(["cpu"]), default="cpu", show_default=True),
+    click.option("--weights", type=click.Choice(["stored", "f32", "q40"]), default="stored", show_default=True,
+                 help="What to hold in memory: the weights as stored, all float32, or quantised to Q40."),
+    click.option("--activations", type=click.Choice(["q80", "f32"]), default="q80", show_default=True,
+                 help="Inputs of products with Q40 weights."),
+    click.option("--threads", type=click.IntRange(min=1), metavar="N", help="[default: one a physical core]"),
+)  # fmt: skip
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --model, --backend, --weights, --activations, --threads: what load() takes."""
+    for option in reversed(_MODEL_OPTIONS):
+        command = option(command)
+    return command
+
+
+def load(model_path: Path | None, threads: int | None, show_progress: bool, **choices: Any) -> Any:
+    """ddllm_vk.load_model with the choices of model_options, and a progress bar on stderr where that is a terminal."""
+    import ddllm_vk
+
+    from .live import LoadingBar
+
+    with LoadingBar(enabled=show_progress) as bar:
+        return ddllm_vk.load_model(model_path or bundled_model(), threads=threads, progress=bar.update, **choices)
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as disks and the Hub count."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB" if count < 999.5 else f"{count:.0f} GB"

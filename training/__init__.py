@@ -1,0 +1,1 @@
+"""Trains the model that ships with the project: see README.md here."""
