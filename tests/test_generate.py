@@ -179,7 +179,7 @@ def test_returning_false_cancels(model, prompt):
     assert result.finish_reason == "cancelled"
     assert len(result.canvases) == 1
     assert len(result.ids) == 32
-    assert len(seen) == 4 + 2 or seen[3].finished
+    assert len(seen) == result.canvases[0].steps + 2
 
 
 def test_canvases_are_told_as_they_finish(model, prompt):
@@ -209,11 +209,8 @@ def test_the_context_bounds_the_canvases(model):
         model.generate(np.zeros(context - length + 1, dtype=int), config)
 
 
-@pytest.mark.parametrize("prompt", [[], np.zeros((2, 2), dtype=int), [1.5], np.array([], dtype=int), "", [[1]], None])
+@pytest.mark.parametrize("prompt", [[], np.zeros((2, 2), dtype=int), [1.5], np.array([], dtype=int), [[1]], None])
 def test_prompts_that_cannot_be_used(model, prompt):
-    if prompt == "":
-        assert len(model.prompt_ids("")) > 0  # an empty message is still a turn; the command line refuses it
-        return
     with pytest.raises(InputError):
         model.generate(prompt)
 
@@ -266,16 +263,25 @@ def test_load_options_that_cannot_be_used(options, message):
         ddllm_vk.load_model(CHECKPOINT, **options)
 
 
-@pytest.mark.parametrize("weights", ["f32", "q40"])
-def test_cpu_kernels_agree_with_the_numpy_reference(weights: str, prompt):
-    logits = {}
-    for backend in ("reference", "cpu"):
-        session = ddllm_vk.load_model(CHECKPOINT, backend=backend, weights=weights).session()
-        session.encode(prompt)
-        logits[backend] = session.canvas_logits(prompt[:1].repeat(32))
-    # with Q80 activations a value on a rounding boundary may fall either way: one step of 1/127 of its block
-    tolerance = 1e-3 if weights == "f32" else 0.05 * np.abs(logits["reference"]).max()
-    assert np.abs(logits["cpu"] - logits["reference"]).max() < tolerance
+def logits_of(prompt, **options) -> np.ndarray:
+    session = ddllm_vk.load_model(CHECKPOINT, **options).session()
+    session.encode(prompt)
+    return session.canvas_logits(prompt[:1].repeat(32)).astype(np.float64)
+
+
+@pytest.mark.parametrize("options", [{"weights": "f32"}, {"weights": "q40", "activations": "f32"}])
+def test_cpu_kernels_agree_with_the_numpy_reference(options, prompt):
+    reference, cpu = (logits_of(prompt, backend=backend, **options) for backend in ("reference", "cpu"))
+    assert np.abs(cpu - reference).max() < 1e-3
+
+
+def test_q80_activations_differ_from_the_numpy_reference_by_rounding_only(prompt):
+    """A value on a rounding boundary may fall either way, so the two differ, but by less than Q80 itself costs."""
+    quantized, cpu, exact = (
+        logits_of(prompt, backend=backend, weights="q40", activations=activations)
+        for backend, activations in (("reference", "q80"), ("cpu", "q80"), ("cpu", "f32"))
+    )
+    assert np.linalg.norm(cpu - quantized) < np.linalg.norm(cpu - exact)
 
 
 def test_memory_does_not_grow_with_requests(model, prompt):
