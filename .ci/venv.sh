@@ -30,7 +30,7 @@ apt_install() {
     fi
     say "installing $* with apt-get"
     "${as_root[@]}" apt-get update -qq >&2 && "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y -qq --no-install-recommends "$@" >&2
+        apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends "$@" >&2
 }
 
 prepare_venv() {

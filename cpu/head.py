@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-from ddllm_vk.cpu.intrinsics import address, exp32, max_of, sum_of, take, tanh32
+from ddllm_vk.cpu.intrinsics import address, exp32, max_of, next_above, sum_of, take, tanh32
 from ddllm_vk.cpu.isa import TILE
 from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.matmul import (
@@ -138,6 +138,7 @@ def _head_chunk(
                     for token in forbidden:
                         if begin + first <= token < begin + first + n:
                             z[token - begin - first] = np.float32(-np.inf)
+                z[n:] = np.float32(-np.inf)
                 top = max_of(address(z), n)
                 if top == np.float32(-np.inf):
                     continue
@@ -166,19 +167,18 @@ def _head_chunk(
                 tile_largest[row, index] = top
                 tile_total[row, index] = mass
                 lowest = max(floor[row], largest[row] - np.float32(DEPTH))
-                if top > lowest:
-                    for j in range(n):
-                        if z[j] > lowest:
-                            if kept[row] == ids.shape[1]:
-                                left, new_floor = _halve(values[row], ids[row], np.int64(kept[row]), lowest)
-                                kept[row] = left
-                                floor[row] = new_floor
-                                lowest = max(lowest, new_floor)
-                                if z[j] <= lowest:
-                                    continue
-                            ids[row, kept[row]] = begin + first + j
-                            values[row, kept[row]] = z[j]
-                            kept[row] += 1
+                j = next_above(address(z), 0, tile, lowest)
+                while j < tile:
+                    if kept[row] == ids.shape[1]:
+                        left, new_floor = _halve(values[row], ids[row], np.int64(kept[row]), lowest)
+                        kept[row] = left
+                        floor[row] = new_floor
+                        lowest = max(lowest, new_floor)
+                    if z[j] > lowest:
+                        ids[row, kept[row]] = begin + first + j
+                        values[row, kept[row]] = z[j]
+                        kept[row] += 1
+                    j = next_above(address(z), j + 1, tile, lowest)
 
 
 def head_chunk(

@@ -237,6 +237,49 @@ def _reduction(combine, horizontal, start):
     return reduce
 
 
+@intrinsic
+def next_above(typingctx, where, first, count, limit):
+    """The lowest index >= first of a float32 > limit, or `count`; count is a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        where, first, count, limit = args
+        lanes = ir.Constant(V16F, ir.Undefined)
+        for lane in range(16):
+            lanes = builder.insert_element(lanes, limit, I32(lane))
+        # of the first sixteen, those before `first` do not count
+        allowed = builder.trunc(builder.shl(I64(-1), builder.and_(first, I64(15))), I16)
+        begin = builder.and_(first, I64(-16))
+        before = builder.block
+        head, body, hit, following, end = (
+            builder.append_basic_block(f"above.{name}") for name in ("head", "body", "hit", "next", "end")
+        )
+        builder.branch(head)
+        builder.position_at_end(head)
+        index, mask = builder.phi(I64), builder.phi(I16)
+        builder.cbranch(builder.icmp_signed("<", index, count), body, end)
+        builder.position_at_end(body)
+        values = builder.load(at(builder, builder.add(where, builder.shl(index, I64(2))), V16F), align=4)
+        above = builder.and_(builder.bitcast(builder.fcmp_ordered(">", values, lanes), I16), mask)
+        builder.cbranch(builder.icmp_unsigned("!=", above, I16(0)), hit, following)
+        builder.position_at_end(hit)
+        found = builder.add(index, builder.cttz(builder.zext(above, I64), ir.Constant(ir.IntType(1), 1)))
+        builder.branch(end)
+        builder.position_at_end(following)
+        stepped = builder.add(index, I64(16))
+        builder.branch(head)
+        index.add_incoming(begin, before)
+        index.add_incoming(stepped, following)
+        mask.add_incoming(allowed, before)
+        mask.add_incoming(I16(-1), following)
+        builder.position_at_end(end)
+        result = builder.phi(I64)
+        result.add_incoming(count, head)
+        result.add_incoming(found, hit)
+        return result
+
+    return types.int64(types.int64, types.int64, types.int64, types.float32), codegen
+
+
 def _maximum(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 

@@ -27,20 +27,38 @@ def default_threads() -> int:
 
 
 class _Worker:
-    """One sleeping thread. `wake` and `finished` are locks used as signals: cheaper than condition variables."""
+    """One sleeping thread. `wake` and `finished` are locks used as signals: cheaper than condition variables.
+
+    `busy` is what tells whether a task is still running. A signal may interrupt the caller anywhere, even just after it
+    acquired `finished`; then a release of that lock is left over, or missing, and does no harm.
+    """
 
     def __init__(self) -> None:
         self.wake = threading.Lock()
         self.finished = threading.Lock()
         self.wake.acquire()
         self.finished.acquire()
+        self.busy = False
         self.task: tuple[Callable, tuple] | None = None
         self.error: BaseException | None = None
         threading.Thread(target=self._serve, name="ddllm_vk-kernel", daemon=True).start()
 
     def start(self, kernel: Callable, args: tuple) -> None:
         self.task = (kernel, args)
+        self.busy = True
         self.wake.release()
+
+    def wait(self) -> BaseException | None:
+        """Wait for the task, whatever comes meanwhile: it writes into arrays the caller may free. Returns its error,
+        or the interrupt."""
+        interrupt = None
+        while self.busy:
+            try:
+                self.finished.acquire(timeout=1.0)
+            except BaseException as signal:
+                interrupt = signal
+        error, self.error = self.error, None
+        return error or interrupt
 
     def stop(self) -> None:
         self.task = None
@@ -58,7 +76,9 @@ class _Worker:
             except BaseException as error:  # handed to the caller of run
                 self.error = error
             del kernel, args
-            self.finished.release()
+            self.busy = False
+            if self.finished.locked():
+                self.finished.release()
 
 
 def _stop(workers: list[_Worker]) -> None:
@@ -101,30 +121,15 @@ class ThreadPool:
                 return
             while len(self._workers) < self.threads - 1:
                 self._workers.append(_Worker())
-            woken: list[_Worker] = []
             try:
                 for worker in self._workers[:helpers]:
                     worker.start(kernel, args)
-                    woken.append(worker)
                 kernel(*args)
             finally:
-                error = self._wait(woken)
-            if error is not None:
-                raise error
-
-    @staticmethod
-    def _wait(woken: list[_Worker]) -> BaseException | None:
-        """Wait for all of them, whatever signal comes meanwhile: they write into arrays the caller may free."""
-        error = None
-        for worker in woken:
-            while True:
-                try:
-                    worker.finished.acquire()
-                    break
-                except BaseException as interrupt:
-                    error = error or interrupt
-            error, worker.error = error or worker.error, None
-        return error
+                errors = [worker.wait() for worker in self._workers[:helpers]]
+            for error in errors:
+                if error is not None:
+                    raise error
 
     def scratch(self, name: str, dtype: np.typing.DTypeLike, count: int) -> np.ndarray:
         """An aligned 1-D array of at least `count` elements, uninitialised, valid until `name` is asked for again."""

@@ -1,6 +1,6 @@
 """ModelConfig from config.json (both published styles) and GenerationDefaults from generation_config.json.
 
-Pure values, validated here and nowhere else: every error names the file and the field. Field names are the checkpoint's own.
+Pure values, validated here and nowhere else: every error names the file and the field. Names are the checkpoint's own.
 """
 
 import json
@@ -72,7 +72,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """generation_config.json with the family's defaults where it is silent; None in the file means the default, not off."""
+    """generation_config.json over the family's defaults; null in the file means the default, not off."""
 
     max_new_tokens: int = 256
     max_denoising_steps: int = 48
@@ -102,8 +102,9 @@ class _Fields:
             raise self.error(field, "is missing")
         return _Fields(self.data[field], self.file, f"{self.prefix}{field}.")
 
-    def number(self, field: str, kind: type, default: Any = None, minimum: float | None = None,
-               above: float | None = None) -> Any:
+    def number(
+        self, field: str, kind: type, default: Any = None, minimum: float | None = None, above: float | None = None
+    ) -> Any:
         value = self.data.get(field)
         if value is None:
             if default is None:
@@ -230,7 +231,9 @@ def _parse_layers(text: _Fields, heads: int) -> tuple[LayerConfig, ...]:
         hd = own.number("head_dim", int, default=head_dim if sliding else full_head_dim, minimum=1)
         kv = own.number("num_key_value_heads", int, default=kv_heads if sliding else full_kv_heads, minimum=1)
         if heads % kv:
-            raise text.error("num_attention_heads", f"is {heads}, not divisible by the {kv} key/value heads of layer {i}")
+            raise text.error(
+                "num_attention_heads", f"is {heads}, not divisible by the {kv} key/value heads of layer {i}"
+            )
         if hd % 2:
             raise text.error("head_dim", f"of layer {i} is {hd}; rotary embeddings need an even size")
         rope = ropes.sub(layer_type)
@@ -265,8 +268,9 @@ def load_generation_defaults(folder: str | Path, config: ModelConfig) -> Generat
         stability_threshold=top.number("stability_threshold", int, d.stability_threshold, minimum=0),
         confidence_threshold=top.number("confidence_threshold", float, d.confidence_threshold, minimum=0.0),
         eos_token_ids=top.token_ids("eos_token_id", config.vocab_size) or config.eos_token_ids,
-        pad_token_id=(pad if (pad := top.token_id("pad_token_id", config.vocab_size)) is not None
-                      else config.pad_token_id),
+        pad_token_id=(
+            pad if (pad := top.token_id("pad_token_id", config.vocab_size)) is not None else config.pad_token_id
+        ),
     )
     if defaults.t_min > defaults.t_max:
         raise top.error("t_min", f"is {defaults.t_min}, above t_max {defaults.t_max}")

@@ -148,8 +148,14 @@ def canvases_to_write(prompt_tokens: int, max_new_tokens: int, config: ModelConf
     return min(-(-max_new_tokens // length), fits)
 
 
-def denoise(session: Session, prompt_ids: np.ndarray, settings: Settings, noise: NoiseSource | None = None,
-            on_step: OnStep | None = None, on_canvas: OnCanvas | None = None) -> Denoised:
+def denoise(
+    session: Session,
+    prompt_ids: np.ndarray,
+    settings: Settings,
+    noise: NoiseSource | None = None,
+    on_step: OnStep | None = None,
+    on_canvas: OnCanvas | None = None,
+) -> Denoised:
     """Encodes the prompt and denoises canvas after canvas until end-of-sequence or enough tokens.
 
     prompt_ids: int32 [P], P >= 1. The session must be fresh. Raises InputError when the context cannot hold it.
@@ -185,8 +191,9 @@ def denoise(session: Session, prompt_ids: np.ndarray, settings: Settings, noise:
     return out
 
 
-def _denoise_canvas(session: Session, settings: Settings, noise: NoiseSource, index: int,
-                    on_step: OnStep | None) -> tuple[np.ndarray | None, int]:
+def _denoise_canvas(
+    session: Session, settings: Settings, noise: NoiseSource, index: int, on_step: OnStep | None
+) -> tuple[np.ndarray | None, int]:
     """The argmax canvas of the last step and the number of steps; None if `on_step` called it off."""
     guarded = settings.eos_token_ids if settings.guard_empty_reply and index == 0 else ()
     canvas = _checked_ids(noise.initial_canvas(index), session.config)
@@ -200,12 +207,25 @@ def _denoise_canvas(session: Session, settings: Settings, noise: NoiseSource, in
         accepted = sampler.accept(stats.entropy, settings.entropy_bound)
         canvas = np.where(accepted, stats.sampled, _checked_ids(noise.renoise(index, step), session.config))
         mean_entropy = float(stats.entropy.mean())
-        settled = sampler.is_settled(stats.argmax, argmaxes, mean_entropy, settings.stability_threshold,
-                                     settings.confidence_threshold)
+        settled = sampler.is_settled(
+            stats.argmax, argmaxes, mean_entropy, settings.stability_threshold, settings.confidence_threshold
+        )
         argmaxes.append(stats.argmax)
         if on_step is not None:
-            info = StepInfo(index, step, n, t, stats.argmax, stats.sampled, accepted, canvas, stats.entropy,
-                            mean_entropy, settled, time.perf_counter() - started)
+            info = StepInfo(
+                index,
+                step,
+                n,
+                t,
+                stats.argmax,
+                stats.sampled,
+                accepted,
+                canvas,
+                stats.entropy,
+                mean_entropy,
+                settled,
+                time.perf_counter() - started,
+            )
             if on_step(info) is False:
                 return None, step + 1
         if settled:

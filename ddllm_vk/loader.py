@@ -29,8 +29,16 @@ _CHUNK_VALUES = 8 << 20  #: weights quantised at a time while loading
 class Model:
     """A loaded model. Make it with `load_model`; close it, or let it go, to free the weights."""
 
-    def __init__(self, path: Path, config: ModelConfig, defaults: GenerationDefaults, tokenizer: Tokenizer, ops: Ops,
-                 weights: ModelWeights, weight_bytes: int):
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        defaults: GenerationDefaults,
+        tokenizer: Tokenizer,
+        ops: Ops,
+        weights: ModelWeights,
+        weight_bytes: int,
+    ):
         self.path, self.config, self.generation_defaults, self.tokenizer = path, config, defaults, tokenizer
         self.weight_bytes = weight_bytes  #: bytes the weights take on the device
         self._ops, self._weights, self._lock = ops, weights, threading.RLock()
@@ -50,9 +58,14 @@ class Model:
             raise InputError("the prompt is empty or is neither token ids, a string nor a list of messages")
         return ids
 
-    def generate(self, ids_or_messages: str | Sequence[Any] | np.ndarray, config: GenerationConfig | None = None,
-                 on_step: OnStep | None = None, on_canvas: OnCanvas | None = None,
-                 noise: NoiseSource | None = None) -> Result:
+    def generate(
+        self,
+        ids_or_messages: str | Sequence[Any] | np.ndarray,
+        config: GenerationConfig | None = None,
+        on_step: OnStep | None = None,
+        on_canvas: OnCanvas | None = None,
+        noise: NoiseSource | None = None,
+    ) -> Result:
         """Denoises a reply to token ids, a list of chat messages, or a string (one user message).
 
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt beyond the context.
@@ -105,9 +118,10 @@ def load_model(
 ) -> Model:
     """Loads a Hugging Face folder or a converted folder.
 
-    backend: "cpu" (also what "auto" means today); "reference" is plain numpy, for tests. weights: "stored" as the folder
-    has them, "f32" unquantised arithmetic, "q40" quantised while loading, with the embedding as `embedding` (q80 if
-    None). activations: "q80" inputs of products with quantised weights are quantised too, "f32" they are not, for tests.
+    backend: "cpu" (also what "auto" means today); "reference" is plain numpy, for tests.
+    weights: "stored" as the folder has them; "f32" unquantised arithmetic; "q40" quantised while loading, with the
+    embedding as `embedding` (q80 if None).
+    activations: "q80" inputs of products with quantised weights are quantised too; "f32" they are not, for tests.
     threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError.
     """
     _check_choice("backend", backend, ("auto", "cpu", "reference"))
@@ -164,7 +178,9 @@ class _Formats:
         if self.weights == "stored":
             return stored
         if self.weights == "f32":
-            return "f32" if stored in ("q40", "q80") else stored  # f16 and bf16 are widened tile by tile: the same values
+            return (
+                "f32" if stored in ("q40", "q80") else stored
+            )  # f16 and bf16 are widened tile by tile: the same values
         wanted = self.embedding if role == "embedding" else "q40"
         if wanted == "f32":
             return self.__class__("f32", "").of(tensor, role)
@@ -176,8 +192,9 @@ def _upload(ops: Ops, checkpoint: Checkpoint, formats: _Formats, progress: Progr
     specs = expected_tensors(config)
     total = sum(checkpoint.tensors[name].nbytes for name in specs)
     done = size = 0
-    w = ModelWeights(None, None, {}, [{} for _ in config.layers],
-                     [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers)
+    w = ModelWeights(
+        None, None, {}, [{} for _ in config.layers], [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers
+    )
     for name, spec in specs.items():
         tensor = checkpoint.tensors[name]
         tensor.check_finite()

@@ -36,8 +36,16 @@ def inverse_frequencies(layer: LayerConfig) -> np.ndarray:
     return inv_freq
 
 
-def _layers(ops: Ops, w: ModelWeights, config: ModelConfig, cache: KVCache, x: Array, rows: int, canvas: bool,
-            last_hidden: bool = True) -> Array:
+def _layers(
+    ops: Ops,
+    w: ModelWeights,
+    config: ModelConfig,
+    cache: KVCache,
+    x: Array,
+    rows: int,
+    canvas: bool,
+    last_hidden: bool = True,
+) -> Array:
     """All layers over x: [rows, hidden], in place, at positions cache.length.. ; writes K and V behind the cache."""
     cache.reserve(rows)
     ropes: dict[LayerConfig, Any] = {}
@@ -57,8 +65,9 @@ def _layers(ops: Ops, w: ModelWeights, config: ModelConfig, cache: KVCache, x: A
     return x
 
 
-def _attention_inputs(ops: Ops, w: dict[str, Weight], config: ModelConfig, cache: KVCache, i: int, x: Array,
-                      rope: Any) -> Array:
+def _attention_inputs(
+    ops: Ops, w: dict[str, Weight], config: ModelConfig, cache: KVCache, i: int, x: Array, rope: Any
+) -> Array:
     """Writes K and V of these rows to the cache; returns q: [rows, heads * head_dim]."""
     spec, kv = config.layers[i], cache.layers[i]
     n = ops.rms_norm(x, w["input_layernorm"])
@@ -73,8 +82,9 @@ def _attention_inputs(ops: Ops, w: dict[str, Weight], config: ModelConfig, cache
     return ops.head_norm_rope(q, config.num_attention_heads, w["self_attn.q_norm"], rope)
 
 
-def _after_attention(ops: Ops, w: dict[str, Weight], config: ModelConfig, x: Array, attended: Array,
-                     layer_scalar: float) -> None:
+def _after_attention(
+    ops: Ops, w: dict[str, Weight], config: ModelConfig, x: Array, attended: Array, layer_scalar: float
+) -> None:
     """The rest of the layer; its output replaces x."""
     (o,) = ops.linear(attended, w["self_attn.o_proj"])
     h = ops.add_rms_norm(x, o, w["post_attention_layernorm"])
@@ -84,17 +94,24 @@ def _after_attention(ops: Ops, w: dict[str, Weight], config: ModelConfig, x: Arr
     m = ops.rms_norm(m, w["post_feedforward_layernorm_1"])
 
     # the router reads h itself, not a normed copy
-    ids, weights = ops.router(h, w["router.scale"], w["router.proj"], w["router.per_expert_scale"],
-                              config.top_k_experts)
-    e = ops.experts(ops.rms_norm(h, w["pre_feedforward_layernorm_2"]), ids, weights, w["experts.gate_up_proj"],
-                    w["experts.down_proj"])
+    ids, weights = ops.router(
+        h, w["router.scale"], w["router.proj"], w["router.per_expert_scale"], config.top_k_experts
+    )
+    e = ops.experts(
+        ops.rms_norm(h, w["pre_feedforward_layernorm_2"]),
+        ids,
+        weights,
+        w["experts.gate_up_proj"],
+        w["experts.down_proj"],
+    )
     e = ops.rms_norm(e, w["post_feedforward_layernorm_2"])
 
     ops.add_rms_norm(h, ops.add(m, e), w["post_feedforward_layernorm"], layer_scalar, out=x)
 
 
-def encoder_pass(ops: Ops, w: ModelWeights, config: ModelConfig, cache: KVCache, ids: np.ndarray,
-                 last_hidden: bool = False) -> Array | None:
+def encoder_pass(
+    ops: Ops, w: ModelWeights, config: ModelConfig, cache: KVCache, ids: np.ndarray, last_hidden: bool = False
+) -> Array | None:
     """Causal pass over ids: int32 [rows], which extends the cache. Returns the normed last hidden state
     [rows, hidden] only if asked: nothing of the model reads it."""
     with ops.scope():
@@ -104,8 +121,9 @@ def encoder_pass(ops: Ops, w: ModelWeights, config: ModelConfig, cache: KVCache,
         return ops.rms_norm(x, w.norm) if last_hidden else None
 
 
-def canvas_pass(ops: Ops, w: ModelWeights, config: ModelConfig, cache: KVCache, canvas: np.ndarray,
-                soft: Array | None) -> Array:
+def canvas_pass(
+    ops: Ops, w: ModelWeights, config: ModelConfig, cache: KVCache, canvas: np.ndarray, soft: Array | None
+) -> Array:
     """One bidirectional pass over canvas: int32 [canvas_length]. soft: the self-conditioning embedding
     softmax(z) @ E * sqrt(H) of the step before, None in the first step. Returns norm(y): [canvas_length, hidden]; call
     it inside ops.scope()."""

@@ -17,7 +17,7 @@ Weight = Any  #: a weight in the device's own layout
 
 @dataclass
 class HeadStatistics:
-    """What one pass of the head leaves of the logits, for M rows (MODEL.md, Denoising; DESIGN.md, Head without logits)."""
+    """What one pass of the head leaves of the logits, for M rows; the logits themselves are never held."""
 
     argmax: np.ndarray  #: int32 [M]
     sampled: np.ndarray  #: int32 [M], inverse CDF at the given uniforms, tokens in id order

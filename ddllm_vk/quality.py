@@ -1,4 +1,4 @@
-"""Quality of a model on the tasks of tasks.py: exact answers counted, with confidence intervals. The same on every backend."""
+"""Quality of a model on the tasks of tasks.py: exact answers counted, with confidence intervals, on any backend."""
 
 import math
 from collections.abc import Callable
@@ -38,15 +38,26 @@ def wilson_interval(right: int, total: int, z: float = 1.96) -> tuple[float, flo
     return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
-def answer(model: Model, example: Example, config: GenerationConfig, on_step: OnStep | None = None,
-           on_canvas: OnCanvas | None = None) -> tuple[Result, bool]:
+def answer(
+    model: Model,
+    example: Example,
+    config: GenerationConfig,
+    on_step: OnStep | None = None,
+    on_canvas: OnCanvas | None = None,
+) -> tuple[Result, bool]:
     """The model's reply to one question and whether it is right."""
     result = model.generate(example.prompt, config, on_step=on_step, on_canvas=on_canvas)
     return result, check(example, result.text)
 
 
-def score(model: Model, task: str, count: int, config: GenerationConfig, seed: int = 0,
-          on_answer: Callable[[Example, Result, bool], Any] | None = None) -> TaskScore:
+def score(
+    model: Model,
+    task: str,
+    count: int,
+    config: GenerationConfig,
+    seed: int = 0,
+    on_answer: Callable[[Example, Result, bool], Any] | None = None,
+) -> TaskScore:
     """Asks `count` held-out questions of a task. `seed` chooses the questions, `config.seed` the sampling."""
     right = steps = canvases = 0
     seconds = 0.0

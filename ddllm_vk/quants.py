@@ -17,7 +17,7 @@ QUANTIZED = ("q40", "q80")
 
 
 def tensor_bytes(fmt: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of logical `shape` in format `fmt`; the last axis of a quantised one must be a multiple of 32."""
+    """Bytes of a tensor of logical `shape` in format `fmt`; a quantised one needs a last axis that is a multiple of 32."""
     count = int(np.prod(shape, dtype=np.int64))
     return count // BLOCK * BLOCK_BYTES[fmt] + count % BLOCK * (BLOCK_BYTES[fmt] // BLOCK)
 
@@ -76,7 +76,9 @@ def quantize(fmt: str, x: np.ndarray) -> np.ndarray:
     if fmt == "bf16":
         bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
         # round to nearest even; the addition cannot overflow for finite values
-        return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+        return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+            np.uint16
+        )
     return x.astype(np.float16 if fmt == "f16" else np.float32)
 
 

@@ -23,8 +23,13 @@ def accept(entropy: np.ndarray, entropy_bound: float) -> np.ndarray:
     return accepted
 
 
-def is_settled(argmax: np.ndarray, previous: Sequence[np.ndarray], mean_entropy: float, stability_threshold: int,
-               confidence_threshold: float) -> bool:
+def is_settled(
+    argmax: np.ndarray,
+    previous: Sequence[np.ndarray],
+    mean_entropy: float,
+    stability_threshold: int,
+    confidence_threshold: float,
+) -> bool:
     """True when the argmax canvas equals each of the last `stability_threshold` ones before it and the mean entropy is
     strictly below the threshold. previous: argmax canvases of this canvas's earlier steps, oldest first."""
     if len(previous) < stability_threshold or not mean_entropy < confidence_threshold:

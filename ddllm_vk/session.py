@@ -38,13 +38,16 @@ class Session:
         ids = _token_ids(ids, self.config, "ids")
         context = self.config.max_position_embeddings
         if self.length + len(ids) > context:
-            raise InputError(f"{len(ids)} tokens after {self.length} exceed the model's context of {context}: "
-                             "shorten the prompt")
+            raise InputError(
+                f"{len(ids)} tokens after {self.length} exceed the model's context of {context}: shorten the prompt"
+            )
         for start in range(0, len(ids), ENCODER_CHUNK):
             with self.lock:
                 encoder_pass(self.ops, self.weights, self.config, self.cache, ids[start : start + ENCODER_CHUNK])
 
-    def canvas_logits(self, canvas: Sequence[int] | np.ndarray, self_conditioning: np.ndarray | None = None) -> np.ndarray:
+    def canvas_logits(
+        self, canvas: Sequence[int] | np.ndarray, self_conditioning: np.ndarray | None = None
+    ) -> np.ndarray:
         """float32 [canvas_length, vocab_size], softcapped, not temperature-scaled; the cache stays as it was.
 
         self_conditioning: float32 logits of the same shape, temperature-scaled, of the step before; None in the first.
@@ -56,8 +59,9 @@ class Session:
             if self_conditioning is not None:
                 z = np.ascontiguousarray(self_conditioning, dtype=np.float32)
                 if z.shape != (len(ids), self.config.vocab_size):
-                    raise InputError(f"self_conditioning must have shape {(len(ids), self.config.vocab_size)}, "
-                                     f"not {z.shape}")
+                    raise InputError(
+                        f"self_conditioning must have shape {(len(ids), self.config.vocab_size)}, not {z.shape}"
+                    )
                 soft = self.ops.soft_embedding_of_logits(z, self.weights.embed_tokens, scale)
             y = canvas_pass(self.ops, self.weights, self.config, self.cache, ids, soft)
             return self.ops.head_logits(y, self.weights.embed_tokens, self.config.final_logit_softcapping)
@@ -66,8 +70,9 @@ class Session:
         """Forgets the self-conditioning of the canvas before."""
         self._soft = None
 
-    def canvas_step(self, canvas: np.ndarray, temperature: float, uniforms: np.ndarray,
-                    forbidden_at_row_0: Sequence[int] = ()) -> HeadStatistics:
+    def canvas_step(
+        self, canvas: np.ndarray, temperature: float, uniforms: np.ndarray, forbidden_at_row_0: Sequence[int] = ()
+    ) -> HeadStatistics:
         """One production pass: statistics of the logits at `temperature`, and the self-conditioning of the next step
         kept on the device. uniforms: float64 [canvas_length]. The forbidden ids are excluded at row 0 from the
         statistics only, not from what the next step is conditioned on."""
@@ -80,8 +85,15 @@ class Session:
             if guarded:  # row 0 twice: as it is for self-conditioning, and with the ids forbidden for sampling
                 y = self.ops.append_row(y, 0)
                 uniforms = np.append(uniforms, uniforms[0])
-            stats = self.ops.head_statistics(y, self.weights.embed_tokens, self.config.final_logit_softcapping,
-                                             temperature, uniforms, rows if guarded else -1, forbidden_at_row_0)
+            stats = self.ops.head_statistics(
+                y,
+                self.weights.embed_tokens,
+                self.config.final_logit_softcapping,
+                temperature,
+                uniforms,
+                rows if guarded else -1,
+                forbidden_at_row_0,
+            )
             self._soft = self.ops.soft_embedding(stats, rows, self.config.hidden_size**0.5)
         if guarded:
             for values in (stats.argmax, stats.sampled, stats.entropy):
@@ -95,8 +107,10 @@ class Session:
         if len(ids) != self.config.canvas_length:
             raise InputError(f"canvas must have {self.config.canvas_length} ids, not {len(ids)}")
         if self.length + len(ids) > self.config.max_position_embeddings:
-            raise InputError(f"a canvas after {self.length} tokens exceeds the model's context of "
-                             f"{self.config.max_position_embeddings}: shorten the prompt")
+            raise InputError(
+                f"a canvas after {self.length} tokens exceeds the model's context of "
+                f"{self.config.max_position_embeddings}: shorten the prompt"
+            )
         return ids
 
 
@@ -105,6 +119,8 @@ def _token_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig, name: str) 
     if array.ndim != 1 or len(array) == 0 or not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"{name} must be a non-empty 1-D sequence of integer token ids")
     if array.min() < 0 or array.max() >= config.vocab_size:
-        raise InputError(f"{name} holds token id {int(array.max() if array.min() >= 0 else array.min())}; the "
-                         f"vocabulary has {config.vocab_size}")
+        raise InputError(
+            f"{name} holds token id {int(array.max() if array.min() >= 0 else array.min())}; the "
+            f"vocabulary has {config.vocab_size}"
+        )
     return np.ascontiguousarray(array, dtype=np.int32)

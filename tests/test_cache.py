@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
+from conftest import ORACLE
 
 from ddllm_vk.backends.arena import Arena
 from ddllm_vk.backends.reference import ReferenceOps
 from ddllm_vk.cache import KVCache, canvas_ranges, encoder_ranges
 from ddllm_vk.config import load_config
-
-from conftest import ORACLE
 
 
 def test_encoder_rows_see_backwards_only():

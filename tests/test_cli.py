@@ -411,6 +411,21 @@ def test_a_terminal_shows_the_canvas_and_keeps_the_text():
     assert lines[1].startswith("prompt 14 tokens")
 
 
+def test_an_interrupt_in_the_live_view_leaves_the_finished_text():
+    master, slave = pty.openpty()
+    variables = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "FAKE_STEPS": "3"}
+    variables |= {"FAKE_REPLY": "one two three " * 20, "FAKE_STEP_SECONDS": "0.2"}
+    started = subprocess.Popen(
+        [*FAKE, "generate", "a", "--max-new-tokens", "640"], env=variables, stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    wait_for(master, "canvas 2")
+    started.send_signal(signal.SIGINT)
+    assert "stopping after this step" in wait_for(master, "end: cancelled")
+    assert started.wait(timeout=10) == 130
+    os.close(master)
+
+
 @pytest.mark.parametrize(("columns", "rows"), [(30, 6), (80, 24)])
 def test_no_line_is_wider_than_the_terminal(columns, rows):
     reply = "one two three four five six seven\n" * 6

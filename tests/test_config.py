@@ -99,9 +99,11 @@ def test_missing_file(tmp_path: Path):
 def test_generation_config_wins_over_the_defaults_and_null_means_default(published: dict, tmp_path: Path):
     config = parse_config(published, FILE)
     assert load_generation_defaults(tmp_path, config) == GenerationDefaults(eos_token_ids=(1, 6))
-    (tmp_path / "generation_config.json").write_text(json.dumps(
-        {"t_max": 0.9, "max_denoising_steps": None, "eos_token_id": 3, "sampler_config": {"entropy_bound": 0.2}}
-    ))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps(
+            {"t_max": 0.9, "max_denoising_steps": None, "eos_token_id": 3, "sampler_config": {"entropy_bound": 0.2}}
+        )
+    )
     defaults = load_generation_defaults(tmp_path, config)
     assert (defaults.t_max, defaults.t_min, defaults.max_denoising_steps) == (0.9, 0.4, 48)
     assert (defaults.entropy_bound, defaults.eos_token_ids) == (0.2, (3,))

@@ -53,8 +53,9 @@ def test_two_processes_agree(model, prompt):
         "print(m.generate([int(i) for i in sys.argv[2].split()], c).ids.tolist())\n"
     )
     argument = " ".join(map(str, prompt))
-    run = subprocess.run([sys.executable, "-c", code, str(CHECKPOINT), argument], capture_output=True, text=True,
-                         check=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(CHECKPOINT), argument], capture_output=True, text=True, check=True, timeout=120
+    )
     assert run.stdout.strip() == str(model.generate(prompt, SHORT).ids.tolist())
 
 
@@ -120,8 +121,17 @@ def test_max_new_tokens_cuts_inside_a_canvas(model, prompt):
 def test_ids_end_with_the_first_end_of_sequence(model, prompt):
     free = model.generate(prompt, SHORT)
     end = int(free.ids[5])
-    result = model.generate(prompt, GenerationConfig(max_new_tokens=64, max_denoising_steps=4, seed=3,
-                                                     eos_token_ids=[end], pad_token_id=9, guard_empty_reply=False))
+    result = model.generate(
+        prompt,
+        GenerationConfig(
+            max_new_tokens=64,
+            max_denoising_steps=4,
+            seed=3,
+            eos_token_ids=[end],
+            pad_token_id=9,
+            guard_empty_reply=False,
+        ),
+    )
     first = int(np.flatnonzero(free.ids == end)[0])
     assert np.array_equal(result.ids, free.ids[: first + 1])
     assert result.finish_reason == "stop"
@@ -146,7 +156,7 @@ class AlwaysFirst:
 def test_the_guard_forbids_an_empty_reply(model, prompt):
     """With every token that row 0 would take declared an end of sequence, the reply still is not empty."""
     steps: list[ddllm_vk.StepInfo] = []
-    base = dict(max_new_tokens=32, max_denoising_steps=3)
+    base = {"max_new_tokens": 32, "max_denoising_steps": 3}
     noise = AlwaysFirst(32)
     free = model.generate(prompt, GenerationConfig(**base, eos_token_ids=()), noise=noise)
     end = int(free.ids[0])
@@ -159,7 +169,7 @@ def test_the_guard_forbids_an_empty_reply(model, prompt):
 
 def test_the_guard_touches_row_0_of_the_first_step_only(model, prompt):
     plain, guarded = [], []
-    base = dict(max_new_tokens=32, max_denoising_steps=1, eos_token_ids=list(range(200)))
+    base = {"max_new_tokens": 32, "max_denoising_steps": 1, "eos_token_ids": list(range(200))}
     model.generate(prompt, GenerationConfig(**base, guard_empty_reply=False), on_step=plain.append)
     model.generate(prompt, GenerationConfig(**base), on_step=guarded.append)
     assert guarded[0].ids[0] >= 200

@@ -147,8 +147,12 @@ def test_traces_are_exact(name: str, trace: str, backend: str):
     for i, step in enumerate(steps):
         assert step.canvas_index == v[prefix + "canvas_index"][i]
         assert step.temperature == pytest.approx(v[prefix + "temperature"][i])
-        for ours, name_ in ((step.sampled, "sampled"), (step.accepted, "accepted_mask"), (step.canvas, "canvas_out"),
-                            (step.ids, "argmax_canvas")):
+        for ours, name_ in (
+            (step.sampled, "sampled"),
+            (step.accepted, "accepted_mask"),
+            (step.canvas, "canvas_out"),
+            (step.ids, "argmax_canvas"),
+        ):
             assert np.array_equal(ours, v[prefix + name_][i]), f"{name_} at step {i}"
         assert np.abs(step.entropy - v[prefix + "entropy"][i]).max() < 1e-3
         assert step.finished == bool(v[prefix + "finished"][i])

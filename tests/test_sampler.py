@@ -61,7 +61,13 @@ def test_noise_is_keyed_by_seed_canvas_and_step_alone():
     a, b = PhiloxNoise(7, 64, 1000), PhiloxNoise(7, 64, 1000)
     b.uniforms(3, 3)  # what was drawn before does not matter
     assert np.array_equal(a.renoise(1, 2), b.renoise(1, 2))
-    drawn = [a.renoise(1, 2), a.renoise(2, 1), a.renoise(1, 3), a.initial_canvas(1), PhiloxNoise(8, 64, 1000).renoise(1, 2)]
+    drawn = [
+        a.renoise(1, 2),
+        a.renoise(2, 1),
+        a.renoise(1, 3),
+        a.initial_canvas(1),
+        PhiloxNoise(8, 64, 1000).renoise(1, 2),
+    ]
     for i in range(len(drawn)):
         for j in range(i):
             assert not np.array_equal(drawn[i], drawn[j])
@@ -78,7 +84,8 @@ def test_noise_is_uniform():
     # chi-square with 15 degrees of freedom; 40 is beyond the 99.9th percentile
     assert ((counts - 6250) ** 2 / 6250).sum() < 40
     u = noise.uniforms(0, 0)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0
+    assert u.max() < 1
     assert abs(u.mean() - 0.5) < 0.01
 
 

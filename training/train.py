@@ -35,10 +35,10 @@ from training.model import Passes, is_quantised, new_model, q40_rounded, trained
 MUON_RATE, ADAM_RATE = 0.014, 0.0014
 WARMUP = 60  # steps
 BALANCE = 0.01  # weight of the routers' load-balance loss
-REDUCED_SHARE = 0.8  # of the steps keep only the answers' rows
+REDUCED_SHARE = 0.88  # of the steps keep only the answers' rows
 Q40_FROM = 0.8  # of the schedule: from here on the forward passes see Q40 weights
 AVERAGE = 0.998  # decay of the averaged weights that are saved
-LONG_SHARE = 0.36  # of a batch
+LONG_SHARE = 0.34  # of a batch
 
 
 class ActiveClock:
@@ -235,7 +235,8 @@ def work(rank: int, args: argparse.Namespace, pids: list[int] | None = None) -> 
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(state["parameters"][name])
-    passes = Passes(model, args.compile)
+    # Compiling takes minutes a shape, so only what most steps use is compiled.
+    passes = {True: Passes(model, args.compile), False: Passes(model, False)}
     size = args.batch // args.processes
     sizes = {"long": round(size * LONG_SHARE)}
     sizes["short"] = size - sizes["long"]
@@ -247,15 +248,14 @@ def work(rank: int, args: argparse.Namespace, pids: list[int] | None = None) -> 
         seen = []
         for name, shape in SHAPES.items():
             data = batch(rng, tokenizer, shape, sizes[name], reduced)
-            loss, balance, mean, right = two_steps(passes, data)
+            loss, balance, mean, right = two_steps(passes[reduced], data)
             (loss / (size * 14) + balance * sizes[name] / size).backward()
             seen += zip(data.tasks, mean.mean(1).tolist(), right.float().tolist(), strict=True)
         return seen
 
-    for reduced in (True, False):  # compile before the clock starts
-        gradients("warm up", reduced)
-        if rank == 0:
-            print(f"compiled {'reduced' if reduced else 'full'} canvases", flush=True)
+    started = time.monotonic()
+    gradients("warm up", reduced=True)  # compiles, before the clock starts
+    print(f"process {rank} ready after {time.monotonic() - started:.0f} s", flush=True)
     dist.barrier()
     clock = ActiveClock(elapsed)
     recent: dict[str, list[tuple[float, float]]] = defaultdict(list)

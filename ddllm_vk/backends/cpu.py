@@ -41,7 +41,9 @@ class CpuOps:
 
     def resize_cache(self, cache: np.ndarray, capacity: int, first: int, count: int) -> np.ndarray:
         if capacity == cache.shape[1]:
-            cache[:, :count] = cache[:, first : first + count].copy() if first < count else cache[:, first : first + count]
+            cache[:, :count] = (
+                cache[:, first : first + count].copy() if first < count else cache[:, first : first + count]
+            )
             return cache
         resized = np.empty((cache.shape[0], capacity, cache.shape[2]), dtype=F32)
         resized[:, :count] = cache[:, first : first + count]

@@ -1,4 +1,4 @@
-"""ReferenceOps: the Ops in plain numpy on dequantised weights. Slow and clear; what the other backends are tested against."""
+"""ReferenceOps: the Ops in plain numpy on dequantised weights. Slow and clear: what other backends are tested against."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

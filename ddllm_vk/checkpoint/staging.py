@@ -70,7 +70,8 @@ class Staging:
         free = shutil.disk_usage(self.folder).free
         if need > free:
             raise CheckpointError(
-                f"{self.target}: needs {need / 1e9:.1f} GB more, but only {free / 1e9:.1f} GB are free on that disk"
+                f"{self.target}: needs {need / 1e6:,.2f} MB more, but only {free / 1e6:,.2f} MB are free on that disk; "
+                "free some space or choose another target"
             )
 
     def publish(self) -> None:

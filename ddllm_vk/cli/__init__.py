@@ -17,7 +17,6 @@ from ..errors import DdllmError
 COMMANDS = {
     "generate": "Answer a prompt.",
     "demo": "Ask the bundled model held-out questions and check its answers.",
-    "demo": "Ask the bundled model held-out questions and check its answers.",
     "convert": "Quantise a checkpoint to Q40.",
     "inspect": "Show a model's configuration, tensors and memory need.",
     "synth": "Write a model of random weights, for benchmarks.",

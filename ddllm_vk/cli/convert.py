@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from .write_progress import write_progress
+from .write_progress import readable, write_progress
 
 
 @click.command()
@@ -40,6 +40,6 @@ def convert(source: Path, target: Path, embedding: str, threads: int, quiet: boo
         click.echo(f"left as stored (rows are not a multiple of 32): {len(done.kept)} tensors: {names}", err=True)
     formats = ", ".join(f"{count} {fmt}" for fmt, count in sorted(done.formats.items()))
     click.echo(
-        f"{done.path}: {done.source_bytes / 1e9:.2f} GB -> {done.target_bytes / 1e9:.2f} GB in {done.shards} "
+        f"{done.path}: {readable(done.source_bytes)} -> {readable(done.target_bytes)} in {done.shards} "
         f"file{'s' if done.shards > 1 else ''} ({formats} tensors), verified, {done.seconds:.1f} s"
     )

@@ -15,15 +15,29 @@ from .options import load, model_options
 
 @click.command(short_help="Ask the bundled model held-out questions and check its answers.")
 @model_options
-@click.option("--task", "tasks", type=click.Choice(list(TASKS)), multiple=True,
-              help="Only this task; may be repeated.  [default: all]")
-@click.option("--count", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
-              help="Questions a task.")
+@click.option(
+    "--task",
+    "tasks",
+    type=click.Choice(list(TASKS)),
+    multiple=True,
+    help="Only this task; may be repeated.  [default: all]",
+)
+@click.option(
+    "--count", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Questions a task."
+)
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Denoising steps a canvas at most.")
-@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, metavar="N",
-              help="Of the sampling.")
-@click.option("--questions", "question_seed", type=int, default=0, show_default=True, metavar="N",
-              help="Which held-out questions are drawn.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, metavar="N", help="Of the sampling."
+)
+@click.option(
+    "--questions",
+    "question_seed",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Which held-out questions are drawn.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the accuracy of every task.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the table of accuracies only.")  # fmt: skip
 def demo(

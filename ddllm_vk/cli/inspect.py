@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .write_progress import readable
+
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
@@ -42,14 +44,6 @@ def inspect(path: Path, context: int | None, tensors: bool, as_json: bool) -> No
 def _tables(d: dict[str, Any], tensors: bool) -> list[Table]:
     tables = [_config(d), _layers(d), _groups(d), _memory(d)]
     return [*tables, _every_tensor(d)] if tensors else tables
-
-
-def _size(count: int) -> str:
-    """12.3 GB, 4.5 MB, 678 B"""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if count >= limit:
-            return f"{count / limit:.2f} {unit}"
-    return f"{count} B"
 
 
 def _table(title: str, *columns: str, numbers: int = 0) -> Table:
@@ -106,8 +100,8 @@ def _groups(d: dict[str, Any]) -> Table:
     table = _table(f"Tensors ({files})", "role", "format", "tensors", "parameters", "size", "bits a weight", numbers=4)
     for g in d["groups"]:
         bits = f"{8 * g['bytes'] / max(g['parameters'], 1):.2f}"
-        table.add_row(g["role"], g["format"], str(g["tensors"]), f"{g['parameters']:,}", _size(g["bytes"]), bits)
-    table.add_row("total", "", str(len(d["tensors"])), f"{d['parameters']:,}", _size(d["bytes"]), "")
+        table.add_row(g["role"], g["format"], str(g["tensors"]), f"{g['parameters']:,}", readable(g["bytes"]), bits)
+    table.add_row("total", "", str(len(d["tensors"])), f"{d['parameters']:,}", readable(d["bytes"]), "")
     if d["ignored"]:
         table.add_row("tied copies, ignored", "", str(len(d["ignored"])), "", "", "")
     return table
@@ -116,21 +110,23 @@ def _groups(d: dict[str, Any]) -> Table:
 def _memory(d: dict[str, Any]) -> Table:
     m = d["memory"]
     table = _table(f"Memory to run, {m['context']} tokens", "", "Q40", "float32", numbers=2)
-    table.add_row("weights", _size(m["weights_q40"]), _size(m["weights_f32"]))
+    table.add_row("weights", readable(m["weights_q40"]), readable(m["weights_f32"]))
     rows = {
         "KV cache, sliding layers": "kv_sliding",
         "KV cache, full layers": "kv_full",
         "working buffers (about)": "working",
     }
     for label, key in rows.items():
-        table.add_row(label, _size(m[key]), _size(m[key]))
-    table.add_row("total", _size(m["total_q40"]), _size(m["total_f32"]))
-    table.add_row("each further 1024 tokens", _size(m["kv_per_1k_tokens"]), _size(m["kv_per_1k_tokens"]))
+        table.add_row(label, readable(m[key]), readable(m[key]))
+    table.add_row("total", readable(m["total_q40"]), readable(m["total_f32"]))
+    table.add_row("each further 1024 tokens", readable(m["kv_per_1k_tokens"]), readable(m["kv_per_1k_tokens"]))
     return table
 
 
 def _every_tensor(d: dict[str, Any]) -> Table:
     table = _table("Every tensor", "name", "role", "format", "shape", "file", "size", numbers=1)
     for t in d["tensors"]:
-        table.add_row(t["name"], t["role"], t["format"], "x".join(map(str, t["shape"])), t["file"], _size(t["bytes"]))
+        table.add_row(
+            t["name"], t["role"], t["format"], "x".join(map(str, t["shape"])), t["file"], readable(t["bytes"])
+        )
     return table

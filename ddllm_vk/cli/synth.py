@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from .write_progress import write_progress
+from .write_progress import readable, write_progress
 
 
 @click.command()
@@ -32,6 +32,6 @@ def synth(target: Path, preset: str, layers: int | None, seed: int, threads: int
     if quiet:
         return
     click.echo(
-        f"{done.path}: {done.parameters / 1e9:.2f} G parameters, {done.nbytes / 1e9:.2f} GB in {done.shards} "
+        f"{done.path}: {done.parameters:,} parameters, {readable(done.nbytes)} in {done.shards} "
         f"file{'s' if done.shards > 1 else ''}, {done.seconds:.1f} s"
     )
