@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from ddllm_vk.cpu import isa, kernels, soft
-from ddllm_vk.cpu.kernels import ThreadPool, Weight, pack
 
 from ddllm_vk import quants
+from ddllm_vk.cpu import isa, kernels, soft
+from ddllm_vk.cpu.kernels import ThreadPool, Weight, pack
 
 rng = np.random.default_rng(0)
 

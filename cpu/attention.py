@@ -5,6 +5,7 @@ cache slots at multiples of KEYS, wherever a row's own range begins: a row's res
 """
 
 import numpy as np
+
 from ddllm_vk.cpu.emit import ROWS, float_tile, transpose_16
 from ddllm_vk.cpu.intrinsics import address, exp32, load_f32, max_of, store_f32, sum_of, take
 from ddllm_vk.cpu.jit import kernel

@@ -13,13 +13,17 @@ Packed operands (see weights.py, matmul.py):
     float row tile               float32 [K][m]
 """
 
+# llvmlite comes without type information.
+# pyright: reportAttributeAccessIssue=false, reportReturnType=false
+
 from collections.abc import Callable
 
-from ddllm_vk.cpu import isa
-from ddllm_vk.cpu.intrinsics import F32, I8, I16, I32, I64, V16F, at, call, half_bits_to_float
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from ddllm_vk.cpu import isa
+from ddllm_vk.cpu.intrinsics import F32, I8, I16, I32, I64, V16F, at, call, half_bits_to_float
 
 ROWS = isa.ACTIVE.rows
 _LANES = isa.ACTIVE.lanes

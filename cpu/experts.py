@@ -5,17 +5,17 @@ over all experts at once.
 """
 
 import numpy as np
+
 from ddllm_vk.cpu.emit import ROWS
 from ddllm_vk.cpu.intrinsics import address, gelu32, take
 from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.matmul import (
     Groups,
-    QuantizedRows,
-    _quantize_rows,
     check,
     grouped_product,
     pack_rows,
     quantize_row,
+    quantize_rows,
     row_grain,
     scratch_quantized,
     single_rows,
@@ -188,7 +188,7 @@ def experts(
             singles = scratch_quantized(pool, "experts.singles", rows, hidden, single_rows(rows))
             gathered = scratch_quantized(pool, "experts.gathered", packed, hidden, groups)
             active = scratch_quantized(pool, "experts.active", packed, inner, groups)
-            _quantize_singles(pool, x, singles)
+            quantize_rows(pool, x, singles)
             into = (gathered.values, gathered.scales, gathered.starts)
             args = (singles.values, singles.scales, singles.starts, singles.blocks, source, groups.start, groups.count)
             pool.run(_gather, tiles, *args, *into, grain=row_grain(pool, tiles, packed * hidden))
@@ -203,9 +203,3 @@ def experts(
             grouped_product(pool, active, groups, down, result)
         pool.run(_combine, rows, result, position, weights, out, grain=row_grain(pool, rows, packed * hidden))
     return out
-
-
-def _quantize_singles(pool: ThreadPool, x: np.ndarray, out: QuantizedRows) -> None:
-    rows = x.shape[0]
-    args = (x, out.groups.start, out.groups.count, out.values, out.scales, out.starts)
-    pool.run(_quantize_rows, rows, *args, grain=row_grain(pool, rows, x.size))

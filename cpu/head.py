@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from ddllm_vk.cpu.intrinsics import address, exp32, max_of, next_above, sum_of, take, tanh32
 from ddllm_vk.cpu.isa import TILE
 from ddllm_vk.cpu.jit import kernel

@@ -4,6 +4,9 @@ Addresses are int64. Nothing here knows the size of anything: callers have check
 the last place of error, no branches, and no library calls, so loops over them vectorise on every instruction set.
 """
 
+# llvmlite comes without type information.
+# pyright: reportAttributeAccessIssue=false, reportReturnType=false
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils

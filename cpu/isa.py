@@ -4,6 +4,9 @@ The host's name is no guide: asking LLVM for an instruction its target lacks abo
 NUMBA_CPU_FEATURES may have narrowed the target. DDLLM_VK_ISA forces one of ISAS, for tests and for measurements.
 """
 
+# numba comes without type information.
+# pyright: reportAttributeAccessIssue=false
+
 import os
 from dataclasses import dataclass
 

@@ -4,6 +4,9 @@ numba's cache key covers a kernel's own file, not the generator that emits its i
 set, and would run a stale kernel silently. So the folder's name is a digest of everything that shapes the code.
 """
 
+# numba comes without type information.
+# pyright: reportAttributeAccessIssue=false
+
 import contextlib
 import hashlib
 import os
@@ -13,9 +16,10 @@ from pathlib import Path
 
 import llvmlite
 import numba
-from ddllm_vk.cpu import isa
 from numba.core import config
 from numba.core.registry import cpu_target
+
+from ddllm_vk.cpu import isa
 
 
 def _digest() -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+
 from ddllm_vk.cpu.emit import ROWS, float_tile, q40_block_to_floats, q40_tile, q80_block_to_floats, q80_tile
 from ddllm_vk.cpu.intrinsics import (
     absmax_of,
@@ -26,7 +27,6 @@ from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.memory import aligned_empty
 from ddllm_vk.cpu.threads import ThreadPool
 from ddllm_vk.cpu.weights import F16, F32, Q40, Q80, Weight
-
 from ddllm_vk.quants import BLOCK
 
 #: Multiply-adds that take about as long as waking a thread: less work than this stays on the caller's thread.

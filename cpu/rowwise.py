@@ -4,6 +4,7 @@ Everything is float32 and C-contiguous. A row is computed by one thread, in an o
 """
 
 import numpy as np
+
 from ddllm_vk.cpu.emit import q40_row_block, q80_row_block
 from ddllm_vk.cpu.intrinsics import (
     address,

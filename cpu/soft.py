@@ -5,6 +5,7 @@ converted slab by slab to float32 and multiplied with the recomputed probabiliti
 """
 
 import numpy as np
+
 from ddllm_vk.cpu.emit import float_tile, q40_block_to_floats, q80_block_to_floats, transpose_16
 from ddllm_vk.cpu.head import HeadStatistics, chunk_tokens, squash
 from ddllm_vk.cpu.intrinsics import (

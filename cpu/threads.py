@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 import psutil
-from ddllm_vk.cpu.memory import aligned_empty
 
+from ddllm_vk.cpu.memory import aligned_empty
 from ddllm_vk.errors import InputError
 
 _pools: "weakref.WeakSet[ThreadPool]" = weakref.WeakSet()

@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+
 from ddllm_vk.cpu.intrinsics import address, load_u16, load_u32, store_u16, store_u32, take
 from ddllm_vk.cpu.isa import TILE
 from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.memory import address_of, aligned_empty
 from ddllm_vk.cpu.threads import ThreadPool
-
 from ddllm_vk.errors import InputError
 from ddllm_vk.quants import BLOCK, BLOCK_BYTES
 
@@ -192,16 +192,16 @@ def pack(
             f"a {fmt} weight of shape {shape} is made from {count} elements of {dtype}, not {raw.size} of {raw.dtype}"
         )
     raw = np.ascontiguousarray(raw)
-    pool = pool or ThreadPool(1)
+    threads = ThreadPool(1) if pool is None else pool
     jobs = weight.experts * weight.tiles
     grain = max(1, 2**18 // (raw.nbytes // jobs + 1))
     if quantized:
         blocks = weight.columns // BLOCK
         args = (weight.code, address_of(raw), weight.rows, blocks, weight.tiles, weight.data, weight.scales)
-        pool.run(_pack_blocks, jobs, *args, grain=grain)
+        threads.run(_pack_blocks, jobs, *args, grain=grain)
     else:
         args = (dtype.itemsize, address_of(raw), weight.rows, weight.columns, weight.tiles, weight.data)
-        pool.run(_pack_dense, jobs, *args, grain=grain)
+        threads.run(_pack_dense, jobs, *args, grain=grain)
     return weight
 
 

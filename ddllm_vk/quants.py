@@ -17,7 +17,7 @@ QUANTIZED = ("q40", "q80")
 
 
 def tensor_bytes(fmt: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of logical `shape` in format `fmt`; a quantised one needs a last axis that is a multiple of 32."""
+    """Bytes of a tensor of logical `shape` in format `fmt`; quantised: the last axis is a multiple of 32."""
     count = int(np.prod(shape, dtype=np.int64))
     return count // BLOCK * BLOCK_BYTES[fmt] + count % BLOCK * (BLOCK_BYTES[fmt] // BLOCK)
 

@@ -348,6 +348,24 @@ def test_broken_block_metadata(folder: Path, declared: object) -> None:
     assert WEIGHTS in message(folder)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_damage_to_the_header_is_an_error_or_harmless(folder: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    data = (folder / WEIGHTS).read_bytes()
+    header, messages = 8 + int.from_bytes(data[:8], "little"), []
+    for _ in range(25):
+        damaged = bytearray(data)
+        for at in rng.integers(0, header, rng.integers(1, 5)):
+            damaged[at] = rng.integers(256) if rng.random() < 0.5 else rng.choice(list(b'0123456789[]{},:"-'))
+        (folder / WEIGHTS).write_bytes(damaged)
+        try:
+            open_checkpoint(folder).check_finite()
+        except CheckpointError as e:
+            messages.append(str(e))
+    assert messages
+    assert all(text.isprintable() for text in messages)
+
+
 # Weights that do not fit the config
 
 

@@ -484,7 +484,7 @@ def test_bench_prints_a_table_and_json(call, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["--context", "0"], 2, "0 is not at least 1"),
+        (["--context", "-1"], 2, "-1 is negative"),
         (["--context", "a"], 2, "not a comma-separated list"),
         (["--repeat", "0"], 2, "--repeat"),
         (["--context", "1000000"], 1, "exceed the model's context"),

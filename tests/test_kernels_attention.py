@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from ddllm_vk.cpu.kernels import ThreadPool, attention, store_rows
 
 

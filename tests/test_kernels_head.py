@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+
+from ddllm_vk import quants
 from ddllm_vk.cpu.head import DROPPED, TOKENS, HeadState, finish, head_chunk, sample_in_tile
 from ddllm_vk.cpu.kernels import (
     ThreadPool,
@@ -12,8 +14,6 @@ from ddllm_vk.cpu.kernels import (
     soft_embedding_of_logits,
     sparse_rows,
 )
-
-from ddllm_vk import quants
 
 SOFTCAP, TEMPERATURE = 30.0, 0.7
 SIZES = [(5, 512, 64), (19, 4096, 96), (3, 1003, 32), (4, 70, 32), (1, 16, 32)]

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ddllm_vk.cpu import isa, jit
 
+from ddllm_vk.cpu import isa, jit
 from ddllm_vk.errors import InputError
 
 TESTS = Path(__file__).parent

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+
+from ddllm_vk import quants
 from ddllm_vk.cpu.kernels import (
     DenseWeight,
     PackedQ40,
@@ -14,8 +16,6 @@ from ddllm_vk.cpu.kernels import (
     quantize_rows,
     unpack,
 )
-
-from ddllm_vk import quants
 from ddllm_vk.errors import InputError
 
 FORMATS = ("q40", "q80", "f32", "f16", "bf16")

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+
+from ddllm_vk import quants
 from ddllm_vk.cpu.intrinsics import exp32, half_to_float, tanh32
 from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.kernels import (
@@ -15,8 +17,6 @@ from ddllm_vk.cpu.kernels import (
     rms_norm,
     router,
 )
-
-from ddllm_vk import quants
 
 EPS = 1e-6
 

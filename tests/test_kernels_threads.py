@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
+
 from ddllm_vk.cpu.intrinsics import take
 from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.threads import ThreadPool, default_threads
-
 from ddllm_vk.errors import InputError
 
 

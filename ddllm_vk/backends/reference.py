@@ -1,4 +1,4 @@
-"""ReferenceOps: the Ops in plain numpy on dequantised weights. Slow and clear: what other backends are tested against."""
+"""ReferenceOps: the Ops in plain numpy on dequantised weights. Slow and clear: others are tested against it."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -27,12 +27,12 @@ from .staging import Staging, staging, writing
 #: bytes a shard may have, header included
 SHARD_BYTES = 4_000_000_000
 #: bytes of a tensor computed in one piece
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 2 << 20
 _ALIGNMENT = 64
 #: more than a tensor takes in the header
 _HEADER_BYTES = 1024
 #: pieces computed ahead of the one being written
-_AHEAD = 4
+_AHEAD = 8
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q40": "U8", "q80": "U8"}
 
 

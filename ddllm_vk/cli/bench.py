@@ -17,7 +17,7 @@ DEFAULT_CONTEXT = 256
 
 
 class CountList(click.ParamType):
-    """Comma-separated positive integers."""
+    """Comma-separated integers that are not negative."""
 
     name = "N[,N...]"
 
@@ -28,8 +28,8 @@ class CountList(click.ParamType):
             counts = [int(part) for part in str(value).split(",")]
         except ValueError:
             self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
-        if min(counts) < 1:
-            self.fail(f"{min(counts)} is not at least 1", param, ctx)
+        if min(counts) < 0:
+            self.fail(f"{min(counts)} is negative", param, ctx)
         return counts
 
 
@@ -39,7 +39,7 @@ class CountList(click.ParamType):
     "--context",
     type=CountList(),
     metavar="N[,N...]",
-    help=f"Prompt lengths in tokens.  [default: {DEFAULT_CONTEXT}, or what the model's context holds]",
+    help=f"Prompt lengths in tokens, 0 for none.  [default: {DEFAULT_CONTEXT}, or what the model's context holds]",
 )
 @click.option(
     "--repeat",
@@ -75,6 +75,8 @@ def bench(
     choices = {"backend": backend, "weights": weights, "activations": activations}
     model = load(model_path, threads, show_progress=True, **choices)
     load_seconds = time.perf_counter() - started
+    from ..loader import peak_memory_bytes
+
     config = model.config
     room = config.max_position_embeddings - config.canvas_length
     contexts = context or [max(min(DEFAULT_CONTEXT, room), 1)]
@@ -113,7 +115,7 @@ def measure(model: Any, context: int, repeat: int) -> dict[str, Any]:
     encode, first, later = [], [], []
     for _ in range(repeat + 1):
         session.reset()
-        encode.append(seconds(lambda: session.encode(prompt)))
+        encode.append(seconds(lambda: session.encode(prompt)) if context else 0.0)
         session.begin_canvas()
         first.append(seconds(lambda: session.canvas_step(canvas, temperature, uniforms)))
         later.append(seconds(lambda: session.canvas_step(canvas, temperature, uniforms)))
@@ -121,7 +123,7 @@ def measure(model: Any, context: int, repeat: int) -> dict[str, Any]:
     return {
         "context": context,
         **{f"{name}_seconds": {"min": min(t[1:]), "median": statistics.median(t[1:])} for name, t in spread.items()},
-        "prefill_tokens_per_second": context / min(encode[1:]),
+        "prefill_tokens_per_second": context / min(encode[1:]) if context else 0.0,
         "canvas_rows_per_second": config.canvas_length / min(later[1:]),
     }
 
@@ -130,14 +132,6 @@ def seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def print_table(figures: dict[str, Any], to_stderr: bool) -> None:
