@@ -7,7 +7,7 @@ over all experts at once.
 import numpy as np
 
 from ddllm_vk.cpu.emit import ROWS
-from ddllm_vk.cpu.intrinsics import address, gelu32, take
+from ddllm_vk.cpu.intrinsics import address, copy_32, gelu32, take
 from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.matmul import (
     Groups,
@@ -83,8 +83,7 @@ def _gather(
                 for b in range(blocks):
                     a = row * blocks + b
                     z = r * blocks + b * m + i
-                    for j in range(32):
-                        to_values[z * 32 + j] = values[a * 32 + j]
+                    copy_32(address(values) + a * 32, address(to_values) + z * 32)
                     to_scales[z] = scales[a]
                     to_starts[z] = starts[a]
 

@@ -222,7 +222,8 @@ def _finish(
         if claimed >= jobs:
             return
         for row in range(claimed, min(claimed + grain, jobs)):
-            entropy[row] = max(0.0, math.log(total[row]) - weighted[row] / total[row])
+            value = math.log(total[row]) - weighted[row] / total[row]
+            entropy[row] = 0.0 if value < 0.0 else value  # keeps NaN: broken logits must not look certain
             target = uniforms[row] * total[row]
             passed = 0.0
             for t in range(tile_total.shape[1]):

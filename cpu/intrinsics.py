@@ -83,6 +83,18 @@ load_f32, store_f32 = _memory(F32, types.float32)
 
 
 @intrinsic
+def copy_32(typingctx, source, target):
+    """Copy 32 bytes from one address to another."""
+
+    def codegen(context, builder, signature, args):
+        block = ir.VectorType(I8, 32)
+        builder.store(builder.load(at(builder, args[0], block), align=1), at(builder, args[1], block), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def bits_to_float(typingctx, bits):
     """The float32 whose bits are the given uint32."""
 
@@ -208,7 +220,8 @@ def gelu32(typingctx, x):
 
 
 def _reduction(combine, horizontal, start):
-    """float32 reduction of `count` contiguous values: 16 lanes, then their tree, then the tail from left to right."""
+    """float32 reduction of `count` contiguous values: 16 lanes, then their tree, then the tail from left to right.
+    max_of passes over NaN, the others keep it."""
 
     @intrinsic
     def reduce(typingctx, where, count):
@@ -287,14 +300,17 @@ def _maximum(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
 
-def _absolute(builder, x):
-    integer, mask = (I32, I32(0x7FFFFFFF)) if x.type == F32 else (ir.VectorType(I32, 16), None)
-    if mask is None:
-        mask = ir.Constant(integer, [0x7FFFFFFF] * 16)
-    return builder.bitcast(builder.and_(builder.bitcast(x, integer), mask), x.type)
+def _larger_magnitude(builder, a, b):
+    """The larger of |a| and |b|, compared as integers: a NaN is larger than everything and stays."""
+    count = a.type.count if isinstance(a.type, ir.VectorType) else 0
+    integer = ir.VectorType(I32, count) if count else I32
+    mask = ir.Constant(integer, [0x7FFFFFFF] * count if count else 0x7FFFFFFF)
+    a, b = (builder.and_(builder.bitcast(x, integer), mask) for x in (a, b))
+    larger = builder.select(builder.icmp_signed(">", b, a), b, a)
+    return builder.bitcast(larger, ir.VectorType(F32, count) if count else F32)
 
 
 sum_of = _reduction(lambda b, s, v: b.fadd(s, v), lambda b, x, y: b.fadd(x, y), 0.0)
 square_sum_of = _reduction(lambda b, s, v: _fma(b, v, v, s), lambda b, x, y: b.fadd(x, y), 0.0)
 max_of = _reduction(_maximum, _maximum, float("-inf"))
-absmax_of = _reduction(lambda b, s, v: _maximum(b, s, _absolute(b, v)), _maximum, 0.0)
+absmax_of = _reduction(_larger_magnitude, _larger_magnitude, 0.0)

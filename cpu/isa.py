@@ -29,7 +29,7 @@ class Isa:
     hardware_half: bool  # conversions from float16 are instructions
 
 
-# A new one (sdot, NEON without it, AVX-VNNI) is a line here and a branch in emit.block_dot.
+# A new one (sdot, NEON without it, AVX-VNNI) is a line here and a branch in emit._block_dot.
 ISAS = {
     isa.name: isa
     for isa in (

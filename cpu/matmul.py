@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ddllm_vk.cpu.emit import ROWS, float_tile, q40_block_to_floats, q40_tile, q80_block_to_floats, q80_tile
 from ddllm_vk.cpu.intrinsics import (
@@ -33,7 +34,7 @@ from ddllm_vk.quants import BLOCK
 SMALL_PRODUCT = 2_000_000
 
 
-def check(array: np.ndarray, name: str, shape: tuple[int, ...], dtype: np.typing.DTypeLike = np.float32) -> None:
+def check(array: np.ndarray, name: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> None:
     """Kernels cannot notice a wrong size: refuse anything but a C-contiguous array of exactly this shape."""
     assert array.dtype == dtype, f"{name}: {array.dtype}, expected {np.dtype(dtype)}"
     assert array.shape == shape, f"{name}: shape {array.shape}, expected {shape}"

@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 ALIGNMENT = 64
 
 
-def aligned_empty(shape: int | tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
+def aligned_empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Like numpy.empty, C-contiguous, the first element at a multiple of ALIGNMENT bytes.
 
     Large arrays get huge pages from the system where it grants them to numpy's own allocations.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import psutil
+from numpy.typing import DTypeLike
 
 from ddllm_vk.cpu.memory import aligned_empty
 from ddllm_vk.errors import InputError
@@ -131,7 +132,7 @@ class ThreadPool:
                 if error is not None:
                     raise error
 
-    def scratch(self, name: str, dtype: np.typing.DTypeLike, count: int) -> np.ndarray:
+    def scratch(self, name: str, dtype: DTypeLike, count: int) -> np.ndarray:
         """An aligned 1-D array of at least `count` elements, uninitialised, valid until `name` is asked for again."""
         size = max(count, 1) * np.dtype(dtype).itemsize
         held = self._scratch.get(name)

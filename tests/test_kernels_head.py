@@ -153,6 +153,17 @@ def test_ties_of_the_maximum_go_to_the_lowest_id(pool):
     assert state.argmax.tolist() == [300, 0]
 
 
+@pytest.mark.parametrize("where", [slice(5, 6), slice(None)])
+def test_broken_logits_do_not_look_certain(where, pool):
+    products = random(16, 2, TOKENS)
+    products[1, where] = np.nan
+    state = HeadState(2, TOKENS)
+    head_chunk(pool, products, 0, SOFTCAP, 1.0, np.zeros(0, np.int32), -1, state)
+    entropies = finish(pool, state, np.full(2, 0.5)).entropy
+    assert np.isfinite(entropies[0])
+    assert np.isnan(entropies[1])
+
+
 def test_results_do_not_depend_on_chunks_rows_or_threads(pool):
     table, _ = packed("q80", random(11, 5 * TOKENS + 7, 64), pool)
     x, uniforms = random(12, 30, 64), np.random.default_rng(13).random(30)

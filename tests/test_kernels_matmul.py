@@ -174,6 +174,26 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(fmt, quantized, p
         assert np.array_equal(product(x[5 : 5 + count].copy(), pool), together[5 : 5 + count])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("fmt", ["q40", "q80"])
+def test_what_is_not_finite_stays_visible(fmt, bad, pool):
+    """Quantisation must not turn a NaN or an infinity into a plausible number."""
+    weight, _ = packed(fmt, random(26, 16, 96), pool)
+    x = random(27, 3, 96)
+    x[1, 40] = bad
+    out = linear(pool, quantize_rows(pool, x), weight, np.empty((3, 16), np.float32))
+    assert np.isfinite(out[[0, 2]]).all()
+    assert not np.isfinite(out[1]).any()
+
+
+def test_tiny_activations_are_zero_or_right(pool):
+    weight, expected = packed("q80", random(28, 16, 32), pool)
+    for size in (1e-44, 1e-38, 1e-30):
+        x = np.full((1, 32), size, np.float32)
+        out = linear(pool, quantize_rows(pool, x), weight, np.empty((1, 16), np.float32))
+        assert np.abs(out - x.astype(np.float64) @ expected.T).max() < max(1e-36, 1e-5 * size)
+
+
 def test_sizes_are_checked(pool):
     weight, _ = packed("q40", random(13, 16, 64), pool)
     with pytest.raises(AssertionError):
