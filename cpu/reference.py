@@ -10,15 +10,16 @@ F32 = np.float32
 
 
 def quantize_dequantize_rows(x: np.ndarray) -> np.ndarray:
-    """x: float32 [M, K] rounded to Q80 activations and back: blocks of 32, float32 scale max|x|/127, round to nearest
-    even. K that is no multiple of 32 is padded with zeros."""
+    """x: float32 [M, K] rounded to Q80 activations and back: blocks of 32, float32 scale max|x|/127, rounded half away
+    from zero. K that is no multiple of 32 is padded with zeros."""
     rows, k = x.shape
     padded = np.zeros((rows, -(-k // 32) * 32), dtype=F32)
     padded[:, :k] = x
     blocks = padded.reshape(rows, -1, 32)
     scale = np.abs(blocks).max(axis=-1, keepdims=True) / F32(127)
     with np.errstate(divide="ignore", invalid="ignore"):
-        q = np.rint(np.where(scale > 0, blocks / scale, F32(0)))
+        y = np.where(scale > 0, blocks * (F32(1) / scale), F32(0))
+    q = np.trunc(y + np.copysign(F32(0.5), y))
     return (q * scale).reshape(rows, -1)[:, :k].astype(F32)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import sampler
 from .config import GenerationDefaults, ModelConfig
-from .errors import InputError
+from .errors import DdllmError, InputError
 from .noise import NoiseSource, PhiloxNoise
 from .session import Session
 
@@ -204,6 +204,11 @@ def _denoise_canvas(
         started = time.perf_counter()
         t = sampler.temperature(n - step, n, settings.t_min, settings.t_max)
         stats = session.canvas_step(canvas, t, np.asarray(noise.uniforms(index, step), dtype=np.float64), guarded)
+        if not np.isfinite(stats.entropy).all():
+            raise DdllmError(
+                f"the logits of canvas {index}, step {step + 1} are not numbers: the weights are damaged or overflow; "
+                "verify the model's files"
+            )
         accepted = sampler.accept(stats.entropy, settings.entropy_bound)
         canvas = np.where(accepted, stats.sampled, _checked_ids(noise.renoise(index, step), session.config))
         mean_entropy = float(stats.entropy.mean())

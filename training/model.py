@@ -213,9 +213,11 @@ class Passes:
         def piece(function: Callable) -> Callable:
             return torch.compile(function, dynamic=False) if compiled else function
 
-        # Every layer is a variant of its own to the compiler; the code behind equal ones is made once.
         torch._dynamo.config.recompile_limit = 64
-        torch._dynamo.config.accumulated_recompile_limit = 1024
+        # Each pass keeps a prefix per layer, so no layer needs its number; told apart by it, each would be compiled.
+        for part in (model.model.encoder.language_model, model.model.decoder):
+            for layer in part.layers:
+                layer.self_attn.layer_idx = 0
         self.model = model
         self.layer_pass = piece(layer_pass)
         self.canvas_input = piece(canvas_input)
