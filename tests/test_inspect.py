@@ -74,8 +74,8 @@ def test_plain_text_in_a_pipe() -> None:
         "bf16",
         "8x64x32",
         "model.safetensors",
-        "32.77",
-        "KB",
+        "32.8",
+        "kB",
     ] in [line for line in lines if line]
     assert "Memory to run, 2048 tokens" in result.output
     assert not any(line.endswith(" ") for line in result.output.splitlines())

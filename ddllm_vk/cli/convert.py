@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from .write_progress import readable, write_progress
+from .options import format_bytes
+from .write_progress import write_progress
 
 
 @click.command()
@@ -40,6 +41,6 @@ def convert(source: Path, target: Path, embedding: str, threads: int, quiet: boo
         click.echo(f"left as stored (rows are not a multiple of 32): {len(done.kept)} tensors: {names}", err=True)
     formats = ", ".join(f"{count} {fmt}" for fmt, count in sorted(done.formats.items()))
     click.echo(
-        f"{done.path}: {readable(done.source_bytes)} -> {readable(done.target_bytes)} in {done.shards} "
+        f"{done.path}: {format_bytes(done.source_bytes)} -> {format_bytes(done.target_bytes)} in {done.shards} "
         f"file{'s' if done.shards > 1 else ''} ({formats} tensors), verified, {done.seconds:.1f} s"
     )

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .write_progress import readable
+from .options import format_bytes
 
 
 @click.command()
@@ -100,8 +100,8 @@ def _groups(d: dict[str, Any]) -> Table:
     table = _table(f"Tensors ({files})", "role", "format", "tensors", "parameters", "size", "bits a weight", numbers=4)
     for g in d["groups"]:
         bits = f"{8 * g['bytes'] / max(g['parameters'], 1):.2f}"
-        table.add_row(g["role"], g["format"], str(g["tensors"]), f"{g['parameters']:,}", readable(g["bytes"]), bits)
-    table.add_row("total", "", str(len(d["tensors"])), f"{d['parameters']:,}", readable(d["bytes"]), "")
+        table.add_row(g["role"], g["format"], str(g["tensors"]), f"{g['parameters']:,}", format_bytes(g["bytes"]), bits)
+    table.add_row("total", "", str(len(d["tensors"])), f"{d['parameters']:,}", format_bytes(d["bytes"]), "")
     if d["ignored"]:
         table.add_row("tied copies, ignored", "", str(len(d["ignored"])), "", "", "")
     return table
@@ -110,16 +110,16 @@ def _groups(d: dict[str, Any]) -> Table:
 def _memory(d: dict[str, Any]) -> Table:
     m = d["memory"]
     table = _table(f"Memory to run, {m['context']} tokens", "", "Q40", "float32", numbers=2)
-    table.add_row("weights", readable(m["weights_q40"]), readable(m["weights_f32"]))
+    table.add_row("weights", format_bytes(m["weights_q40"]), format_bytes(m["weights_f32"]))
     rows = {
         "KV cache, sliding layers": "kv_sliding",
         "KV cache, full layers": "kv_full",
         "working buffers (about)": "working",
     }
     for label, key in rows.items():
-        table.add_row(label, readable(m[key]), readable(m[key]))
-    table.add_row("total", readable(m["total_q40"]), readable(m["total_f32"]))
-    table.add_row("each further 1024 tokens", readable(m["kv_per_1k_tokens"]), readable(m["kv_per_1k_tokens"]))
+        table.add_row(label, format_bytes(m[key]), format_bytes(m[key]))
+    table.add_row("total", format_bytes(m["total_q40"]), format_bytes(m["total_f32"]))
+    table.add_row("each further 1024 tokens", format_bytes(m["kv_per_1k_tokens"]), format_bytes(m["kv_per_1k_tokens"]))
     return table
 
 
@@ -127,6 +127,6 @@ def _every_tensor(d: dict[str, Any]) -> Table:
     table = _table("Every tensor", "name", "role", "format", "shape", "file", "size", numbers=1)
     for t in d["tensors"]:
         table.add_row(
-            t["name"], t["role"], t["format"], "x".join(map(str, t["shape"])), t["file"], readable(t["bytes"])
+            t["name"], t["role"], t["format"], "x".join(map(str, t["shape"])), t["file"], format_bytes(t["bytes"])
         )
     return table

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from .write_progress import readable, write_progress
+from .options import format_bytes
+from .write_progress import write_progress
 
 
 @click.command()
@@ -32,6 +33,6 @@ def synth(target: Path, preset: str, layers: int | None, seed: int, threads: int
     if quiet:
         return
     click.echo(
-        f"{done.path}: {done.parameters:,} parameters, {readable(done.nbytes)} in {done.shards} "
+        f"{done.path}: {done.parameters:,} parameters, {format_bytes(done.nbytes)} in {done.shards} "
         f"file{'s' if done.shards > 1 else ''}, {done.seconds:.1f} s"
     )

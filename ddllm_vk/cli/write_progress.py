@@ -11,17 +11,10 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from ..checkpoint.writer import Progress, ProgressCallback
+from .options import format_bytes
 
 #: seconds between lines where there is no terminal
 _INTERVAL = 10.0
-
-
-def readable(size: int) -> str:
-    """Bytes for people: 12.3 GB, 4.5 MB, 678 B."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if size >= limit:
-            return f"{size / limit:.2f} {unit}"
-    return f"{size} B"
 
 
 @contextmanager
@@ -88,7 +81,7 @@ class _LineCallback:
         rate = (p.bytes - self.at_start) / max(now - self.began, 1e-3)
         left = f", {(p.bytes_total - p.bytes) / rate:.0f} s left" if rate and not finished else ""
         click.echo(
-            f"{self.labels[p.phase]}: {p.tensors} of {p.tensors_total} tensors, {readable(p.bytes)} of "
-            f"{readable(p.bytes_total)}, {rate / 1e6:.0f} MB/s{left}",
+            f"{self.labels[p.phase]}: {p.tensors} of {p.tensors_total} tensors, {format_bytes(p.bytes)} of "
+            f"{format_bytes(p.bytes_total)}, {rate / 1e6:.0f} MB/s{left}",
             err=True,
         )
