@@ -54,9 +54,12 @@ prepare_venv() {
         say "making $venv with $("$python" --version)"
         "$python" -m venv "$venv" >&2 || give_up "python -m venv failed, see above"
     fi
+    # compat: the tree itself goes on the path. The default, an import hook, loses to a folder that happens to be called
+    # ddllm_vk in the current directory, which the checkout is for everything beside it.
     say "installing the package and what it needs into .venv (a few minutes the first time)"
     rm -f "$stamp"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e "$root$extra" </dev/null >&2 ||
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+        --config-settings editable_mode=compat -e "$root$extra" </dev/null >&2 ||
         give_up "pip could not install the package, see above; run this again once that is solved"
     printf '%s %s' "$wanted" "$kind" >"$stamp"
 }

@@ -59,6 +59,11 @@ def _cache_folder() -> str:
 CACHE_FOLDER = _cache_folder()
 
 
+def is_cold() -> bool:
+    """Whether no kernel of this installation has been compiled for this machine yet."""
+    return not any(Path(CACHE_FOLDER).rglob("*.nbi"))
+
+
 @contextlib.contextmanager
 def _our_cache() -> Iterator[None]:
     """numba reads its settings when a function is decorated; those of other libraries stay as they are."""

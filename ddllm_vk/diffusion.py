@@ -101,6 +101,8 @@ class Denoised:
     ids: np.ndarray
     finish_reason: str  #: "stop" | "length" | "cancelled"
     canvases: list[Canvas]
+    passes: int = 0  #: canvas passes run, those of a cancelled canvas included
+    unsettled: list[int] = field(default_factory=list)  #: canvases that ran out of steps
     encode_seconds: float = 0.0
     denoise_seconds: float = 0.0
 
@@ -112,7 +114,9 @@ class GenerationStats:
     prompt_tokens: int
     new_tokens: int
     canvases: int
-    steps: list[int] = field(default_factory=list)  #: passes, per canvas
+    steps: list[int] = field(default_factory=list)  #: passes, per finished canvas
+    passes: int = 0  #: in all, those of a cancelled canvas included
+    unsettled: list[int] = field(default_factory=list)  #: canvases, from 0, that ran out of steps before settling
     encode_seconds: float = 0.0
     denoise_seconds: float = 0.0
     seconds: float = 0.0
@@ -126,9 +130,9 @@ class Result:
     """What `Model.generate` returns."""
 
     text: str
-    ids: np.ndarray
-    finish_reason: str
-    canvases: list[Canvas]
+    ids: np.ndarray = field(repr=False)  #: int32
+    finish_reason: str  #: "stop" | "length" | "cancelled"
+    canvases: list[Canvas] = field(repr=False)
     stats: GenerationStats
 
 
@@ -171,13 +175,16 @@ def denoise(
         session.encode(pending)
         encoded = time.perf_counter()
         out.encode_seconds += encoded - started
-        argmax, steps = _denoise_canvas(session, settings, noise, index, on_step)
+        argmax, steps, settled = _denoise_canvas(session, settings, noise, index, on_step)
+        out.passes += steps
         out.denoise_seconds += time.perf_counter() - encoded
         if argmax is None:
             out.finish_reason = "cancelled"
             break
         ids, end = sampler.finalize(argmax, settings.eos_token_ids, settings.pad_token_id)
         out.canvases.append(Canvas(index, ids, steps))
+        if not settled:
+            out.unsettled.append(index)
         if on_canvas is not None:
             on_canvas(out.canvases[-1])
         out.ids = np.concatenate([out.ids, ids if end is None else ids[: end + 1]])
@@ -193,13 +200,13 @@ def denoise(
 
 def _denoise_canvas(
     session: Session, settings: Settings, noise: NoiseSource, index: int, on_step: OnStep | None
-) -> tuple[np.ndarray | None, int]:
-    """The argmax canvas of the last step and the number of steps; None if `on_step` called it off."""
+) -> tuple[np.ndarray | None, int, bool]:
+    """The argmax canvas of the last step (None if `on_step` called it off), the number of steps, whether it settled."""
     guarded = settings.eos_token_ids if settings.guard_empty_reply and index == 0 else ()
     canvas = _checked_ids(noise.initial_canvas(index), session.config)
     session.begin_canvas()
     argmaxes: list[np.ndarray] = []
-    n = settings.max_denoising_steps
+    n, settled = settings.max_denoising_steps, False
     for step in range(n):
         started = time.perf_counter()
         t = sampler.temperature(n - step, n, settings.t_min, settings.t_max)
@@ -232,10 +239,10 @@ def _denoise_canvas(
                 time.perf_counter() - started,
             )
             if on_step(info) is False:
-                return None, step + 1
+                return None, step + 1, settled
         if settled:
             break
-    return argmaxes[-1], len(argmaxes)
+    return argmaxes[-1], len(argmaxes), settled
 
 
 def _checked_ids(ids: np.ndarray, config: ModelConfig) -> np.ndarray:

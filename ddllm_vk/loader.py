@@ -23,6 +23,9 @@ from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
 
+#: the model that comes with the package
+BUNDLED_MODEL = Path(__file__).resolve().parent / "models" / "demo"
+
 _CHUNK_VALUES = 8 << 20  #: weights quantised at a time while loading
 
 
@@ -50,6 +53,8 @@ class Model:
     def prompt_ids(self, prompt: str | Sequence[Any] | np.ndarray) -> np.ndarray:
         """int32 ids of a prompt: ids as they are, a string as one user message, messages through the chat template."""
         if isinstance(prompt, str):
+            if not prompt.strip():
+                raise InputError("the prompt is empty")
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], dict):
             prompt = self.tokenizer.apply_chat_template(list(prompt))
@@ -84,10 +89,12 @@ class Model:
             new_tokens=len(out.ids),
             canvases=len(out.canvases),
             steps=steps,
+            passes=out.passes,
+            unsettled=out.unsettled,
             encode_seconds=out.encode_seconds,
             denoise_seconds=out.denoise_seconds,
             seconds=seconds,
-            tokens_per_pass=len(out.ids) / max(sum(steps), 1),
+            tokens_per_pass=len(out.ids) / max(out.passes, 1),
             tokens_per_second=len(out.ids) / seconds,
             peak_memory_bytes=peak_memory_bytes(),
         )
@@ -106,7 +113,7 @@ def peak_memory_bytes() -> int:
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | None = None,
     backend: Literal["auto", "cpu", "reference"] = "cpu",
     device: int = 0,
     nodes: Sequence[str] | None = None,
@@ -116,7 +123,7 @@ def load_model(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """Loads a Hugging Face folder or a converted folder.
+    """Loads a Hugging Face folder or a converted folder; without a path the small model that comes with the package.
 
     backend: "cpu" (also what "auto" means today); "reference" is plain numpy, for tests.
     weights: "stored" as the folder has them; "f32" unquantised arithmetic; "q40" quantised while loading, with the
@@ -138,7 +145,7 @@ def load_model(
     if threads is not None and threads < 1:
         raise InputError(f"threads must be at least 1, not {threads}")
 
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(BUNDLED_MODEL if path is None else path) as checkpoint:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
         ops = _make_ops(backend, checkpoint.config, activations, threads)
         formats = _Formats(weights, embedding or "q80")

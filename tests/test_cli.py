@@ -75,7 +75,7 @@ def test_a_command_that_cannot_be_imported_breaks_only_itself(call, monkeypatch)
     assert outcome.err.startswith("error: the command missing is not usable in this installation: ")
 
 
-@pytest.mark.parametrize("args", [["no-such-command"], ["generate", "--no-such-option"], ["generate", "a", "b"]])
+@pytest.mark.parametrize("args", [["no-such-command"], ["generate", "--no-such-option"], ["bench", "extra"]])
 def test_usage_errors_exit_2_with_one_line(call, args):
     outcome = call(*args)
     assert outcome.code == 2
@@ -162,7 +162,7 @@ def test_what_cannot_be_used_is_named(call, args, message):
 
 def test_one_temperature_beyond_the_models_own_other(call):
     outcome = call("generate", "a", "--t-min", "0.9")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert outcome.err.startswith("error: t_min 0.9 is above t_max 0.8")
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import ddllm_vk
 from ddllm_vk.backends.reference import ReferenceOps, _array, _Quantized
-from ddllm_vk.cli.options import bundled_model
 from ddllm_vk.cpu import reference as kernels
 
 
@@ -53,9 +52,9 @@ def test_one_product():
 
 def test_logits_of_the_bundled_model(capsys):
     prompts = ["What is 47 + 38?", "Sort the letters: PLANET", "What is the capital of France?"]
-    model = ddllm_vk.load_model(bundled_model())
-    exact_model = ddllm_vk.load_model(bundled_model(), activations="f32")
-    noisy_model = ddllm_vk.load_model(bundled_model(), backend="reference", activations="f32")
+    model = ddllm_vk.load_model()
+    exact_model = ddllm_vk.load_model(activations="f32")
+    noisy_model = ddllm_vk.load_model(backend="reference", activations="f32")
     noisy_model._ops = NoisyOps(model.config.rms_norm_eps, "f32")
     rng = np.random.default_rng(2)
     measured, expected = [], []

@@ -21,16 +21,29 @@ TYPICAL_ANSWER = 14  # tokens; longer answers weigh less per row, by a power of 
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of batch: which tasks with which shares, prompt tokens, rows of a reduced canvas."""
+    """One kind of batch: prompt tokens, rows of a reduced canvas, and the tasks' shares, early on and later."""
 
     prompt: int
     reduced_rows: int
-    shares: dict[str, float]
+    early: dict[str, float]
+    late: dict[str, float]
 
 
+# Arithmetic takes far longer than the rest: it gets most of the room as soon as the others have caught on.
+LATE_FROM = 0.4  # of the schedule
 SHAPES = {
-    "short": Shape(28, 20, {"arithmetic": 43, "reverse": 7, "sort": 10, "facts": 20, "gap": 20}),
-    "long": Shape(56, 56, {"sudoku4": 20, "sudoku6": 50, "json": 30}),
+    "short": Shape(
+        28,
+        20,
+        early={"arithmetic": 43, "reverse": 7, "sort": 10, "facts": 20, "gap": 20},
+        late={"arithmetic": 78, "reverse": 3, "sort": 7, "facts": 6, "gap": 6},
+    ),
+    "long": Shape(
+        56,
+        56,
+        early={"sudoku4": 20, "sudoku6": 50, "json": 30},
+        late={"sudoku4": 16, "sudoku6": 50, "json": 34},
+    ),
 }
 
 
@@ -46,9 +59,15 @@ class Batch:
     tasks: list[str]
 
 
-def batch(rng: random.Random, tokenizer: Tokenizer, shape: Shape, size: int, reduced: bool) -> Batch:
-    """A batch of `size` training examples; a reduced one keeps the answers' rows and random ones of the fill."""
-    tasks = rng.choices(list(shape.shares), weights=list(shape.shares.values()), k=size)
+def batch(
+    rng: random.Random, tokenizer: Tokenizer, shape: Shape, size: int, reduced: bool, progress: float = 0.0
+) -> Batch:
+    """A batch of `size` training examples; a reduced one keeps the answers' rows and random ones of the fill.
+
+    progress: how far the schedule is, from 0 to 1.
+    """
+    shares = shape.early if progress < LATE_FROM else shape.late
+    tasks = rng.choices(list(shares), weights=list(shares.values()), k=size)
     ids = torch.full((size, shape.prompt), PAD)
     real = torch.zeros(size, shape.prompt, dtype=torch.bool)
     count = shape.reduced_rows if reduced else CANVAS

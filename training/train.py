@@ -241,13 +241,13 @@ def work(rank: int, args: argparse.Namespace, pids: list[int] | None = None) -> 
     sizes = {"long": round(size * LONG_SHARE)}
     sizes["short"] = size - sizes["long"]
 
-    def gradients(seed: str, reduced: bool) -> list[tuple[str, float, float]]:
+    def gradients(seed: str, reduced: bool, progress: float = 0.0) -> list[tuple[str, float, float]]:
         """Runs both kinds of batch forward and backward; returns (task, loss, right) of every example."""
         rng = random.Random(seed)
         torch.manual_seed(rng.getrandbits(63))
         seen = []
         for name, shape in SHAPES.items():
-            data = batch(rng, tokenizer, shape, sizes[name], reduced)
+            data = batch(rng, tokenizer, shape, sizes[name], reduced, progress)
             loss, balance, mean, right = two_steps(passes[reduced], data)
             (loss / (size * 14) + balance * sizes[name] / size).backward()
             seen += zip(data.tasks, mean.mean(1).tolist(), right.float().tolist(), strict=True)
@@ -276,7 +276,7 @@ def work(rank: int, args: argparse.Namespace, pids: list[int] | None = None) -> 
                         rounded[name] = parameter.clone()
                         parameter.copy_(q40_rounded(parameter))
         reduced = random.Random(f"{args.seed}/{step}").random() < REDUCED_SHARE
-        seen = gradients(f"{args.seed}/{step}/{rank}", reduced)
+        seen = gradients(f"{args.seed}/{step}/{rank}", reduced, progress)
         with torch.no_grad():
             for name, master in rounded.items():
                 parameters[name].copy_(master)

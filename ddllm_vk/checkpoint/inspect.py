@@ -17,6 +17,7 @@ from .reader import StoredTensor, open_checkpoint
 
 DEFAULT_CONTEXT = 8192
 #: vocabulary entries of the head computed at once, as a bound of its buffers
+_PROGRAM_BYTES = 180 << 20  #: resident size of a process that holds no model, measured
 _HEAD_TILE = 4096
 
 
@@ -88,7 +89,8 @@ def memory(c: ModelConfig, context: int) -> dict[str, int]:
 
     weights_q40: matrices Q40 (4.5 bits a weight), embedding Q80 (8.5), the rest float32; weights_f32: all float32. The
     cache is float32, keys and values: sliding layers keep their window, full layers everything (kv_per_1k_tokens is
-    what 1024 more tokens cost once the window is full). working: buffers of a canvas pass, an estimate.
+    what 1024 more tokens cost once the window is full). working: Python, the compiled kernels
+    and the buffers of a canvas pass, an estimate.
     """
     specs = expected_tensors(c).values()
     formats = {"matrix": "q40", "embedding": "q80", "float": "f32"}
@@ -102,7 +104,7 @@ def memory(c: ModelConfig, context: int) -> dict[str, int]:
     queries, keys = (max(f(i) for i in range(c.num_hidden_layers)) for f in (c.query_size, c.key_value_size))
     row = 8 * c.hidden_size + 2 * queries + 2 * keys + 3 * c.intermediate_size + c.num_experts + _HEAD_TILE
     row += c.top_k_experts * (3 * c.moe_intermediate_size + c.hidden_size)
-    working = 4 * c.canvas_length * row
+    working = 4 * c.canvas_length * row + _PROGRAM_BYTES
     return {
         "context": context,
         "weights_q40": q40,

@@ -75,6 +75,7 @@ def bench(
     choices = {"backend": backend, "weights": weights, "activations": activations}
     model = load(model_path, threads, show_progress=True, **choices)
     load_seconds = time.perf_counter() - started
+    from ..cpu.threads import default_threads
     from ..loader import peak_memory_bytes
 
     config = model.config
@@ -88,7 +89,7 @@ def bench(
     figures = {
         "model": str(model.path),
         **choices,
-        "threads": threads,
+        "threads": threads or default_threads(),
         "canvas_length": config.canvas_length,
         "weight_bytes": int(model.weight_bytes),
         "load_seconds": load_seconds,
@@ -96,7 +97,7 @@ def bench(
         "contexts": [measure(model, length, repeat) for length in contexts],
         "peak_memory_bytes": peak_memory_bytes(),
     }
-    print_table(figures, to_stderr=json_path == "-")
+    print_figures(figures, to_stderr=json_path == "-")
     if json_path is not None:
         write_json(figures, json_path)
 
@@ -134,11 +135,17 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def print_table(figures: dict[str, Any], to_stderr: bool) -> None:
-    from rich.console import Console
+def print_figures(figures: dict[str, Any], to_stderr: bool) -> None:
     from rich.table import Table
 
-    console = Console(stderr=to_stderr, highlight=False)
+    from .tables import print_table
+
+    click.echo(
+        f"{figures['model']}: weights {format_bytes(figures['weight_bytes'])},"
+        f" loaded in {figures['load_seconds']:.2f} s, canvas of {figures['canvas_length']},"
+        f" {figures['threads']} threads, backend {figures['backend']}",
+        err=to_stderr,
+    )
     table = Table(title=f"encoder and canvas passes in seconds, min / median of {figures['repeat']}")
     for name in ("context", "encoder", "tokens/s", "first pass", "later pass", "rows/s"):
         table.add_column(name, justify="right")
@@ -151,14 +158,8 @@ def print_table(figures: dict[str, Any], to_stderr: bool) -> None:
             _spread(row["canvas_seconds"]),
             f"{row['canvas_rows_per_second']:.1f}",
         )
-    about = (
-        f"{figures['model']}: weights {format_bytes(figures['weight_bytes'])},"
-        f" loaded in {figures['load_seconds']:.2f} s, canvas of {figures['canvas_length']},"
-        f" {figures['threads'] or 'default'} threads, backend {figures['backend']}"
-    )
-    console.print(about, markup=False, soft_wrap=True)
-    console.print(table)
-    console.print(f"peak memory {format_bytes(figures['peak_memory_bytes'])}")
+    print_table(table, to_stderr)
+    click.echo(f"peak memory {format_bytes(figures['peak_memory_bytes'])}", err=to_stderr)
 
 
 def _spread(times: dict[str, float]) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ def demo(
                  "tasks": [score_object(s) for s in scores]}  # fmt: skip
         click.echo(json.dumps(shown, ensure_ascii=False))
     elif quiet or count > 1:
-        print_table(scores)
+        print_scores(scores)
 
 
 def score_object(score: Any) -> dict[str, Any]:
@@ -124,13 +123,22 @@ def indented(text: str) -> str:
     return "\n".join("  " + line for line in text.splitlines())
 
 
-def print_table(scores: list[Any]) -> None:
-    from rich.console import Console
+def print_scores(scores: list[Any]) -> None:
     from rich.table import Table
 
-    table = Table("task", "questions", "right", "accuracy", "95% interval", "steps a canvas", "seconds a question")
+    from .tables import print_table
+
+    table = Table("task", "questions", "right", "accuracy", "95% interval", "steps", "seconds")
     for s in scores:
         low, high = s.interval
-        table.add_row(s.task, str(s.questions), str(s.right), f"{s.accuracy:.1%}", f"{low:.1%} - {high:.1%}",
-                      f"{s.mean_steps:.1f}", f"{s.seconds / s.questions:.3f}")  # fmt: skip
-    Console(file=sys.stdout).print(table)
+        table.add_row(
+            s.task,
+            str(s.questions),
+            str(s.right),
+            f"{s.accuracy:.1%}",
+            f"{low:.1%} - {high:.1%}",
+            f"{s.mean_steps:.1f}",
+            f"{s.seconds / s.questions:.3f}",
+        )
+    table.caption = "steps: passes a canvas; seconds: a question"
+    print_table(table)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Answer a prompt.")
-@click.argument("prompt", required=False)
+@click.argument("words", nargs=-1, metavar="[PROMPT]")
 @click.option("--prompt", "prompt_option", metavar="TEXT", help="The prompt, instead of the argument.")
 @click.option("--system", metavar="TEXT", help="A system message before the prompt.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def generate(
     ctx: click.Context,
-    prompt: str | None,
+    words: tuple[str, ...],
     prompt_option: str | None,
     system: str | None,
     raw: bool,
@@ -68,7 +68,7 @@ def generate(
         raise click.UsageError("--system needs the chat template; leave out --raw")
     if t_min is not None and t_max is not None and t_min > t_max:
         raise click.UsageError(f"--t-min {t_min} is above --t-max {t_max}")
-    text = read_prompt(prompt, prompt_option)
+    text = read_prompt(" ".join(words) if words else None, prompt_option)
     choices = {"backend": backend, "weights": weights, "activations": activations}
     model = load(model_path, threads, show_progress=not quiet, **choices)
 
@@ -83,7 +83,10 @@ def generate(
         seed=seed,
         guard_empty_reply=not no_guard,
     )
-    settings = config.over(model.generation_defaults)
+    try:
+        settings = config.over(model.generation_defaults)
+    except ddllm_vk.InputError as e:  # options that do not go with the model's own values
+        raise click.UsageError(str(e).replace("t_min", "--t-min").replace("t_max", "--t-max")) from None
     messages = [*([{"role": "system", "content": system}] if system is not None else [])]
     messages.append({"role": "user", "content": text})
     ids = model.tokenizer.encode(text) if raw else model.tokenizer.apply_chat_template(messages)
@@ -258,6 +261,8 @@ def summary(result: "Result") -> str:
     """One line of figures for stderr."""
     s = result.stats
     passes = ", ".join(str(n) for n in s.steps[:8]) + (", ..." if len(s.steps) > 8 else "")
+    if s.passes > sum(s.steps):
+        passes += f"{', ' if passes else ''}{s.passes - sum(s.steps)} (interrupted)"
     return (
         f"prompt {_count(s.prompt_tokens, 'token')}, reply {_count(s.new_tokens, 'token')}"
         f" in {_count(s.canvases, 'canvas', 'canvases')}, steps {passes or '0'}, {s.tokens_per_pass:.1f} tokens/pass,"
@@ -278,7 +283,10 @@ def warnings(result: "Result") -> list[str]:
             f"interrupted: the text is of {done}" if result.canvases else "interrupted before a canvas was finished"
         ]
     if result.text.strip():
-        return []
+        if not result.stats.unsettled:
+            return []
+        named = ", ".join(str(i + 1) for i in result.stats.unsettled[:8])
+        return [f"note: canvas {named} ran out of steps before it settled; its text may be rough"]
     if result.finish_reason == "length":
         return ["warning: the reply is empty: all tokens went into a thought or control tokens; raise --max-new-tokens"]
     return ["warning: the reply is empty: the model ended it without text; try another --seed or wording"]

@@ -1,16 +1,14 @@
 """`inspect`: what a model folder holds and what it needs in memory."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from .options import format_bytes
+from .tables import print_table
 
 
 @click.command()
@@ -28,17 +26,8 @@ def inspect(path: Path, context: int | None, tensors: bool, as_json: bool) -> No
             del description["tensors"]
         click.echo(json.dumps(description, indent=2))
         return
-    terminal = sys.stdout.isatty()
-    # a pipe has no width: lines there are as long as they need
-    console = Console(file=sys.stdout, width=None if terminal else 400, highlight=False)
     for table in _tables(description, tensors):
-        table.box = box.SIMPLE_HEAD if terminal else None
-        if terminal:
-            console.print(table)
-            continue
-        with console.capture() as text:
-            console.print(table)
-        click.echo("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+        print_table(table)
 
 
 def _tables(d: dict[str, Any], tensors: bool) -> list[Table]:
@@ -114,7 +103,7 @@ def _memory(d: dict[str, Any]) -> Table:
     rows = {
         "KV cache, sliding layers": "kv_sliding",
         "KV cache, full layers": "kv_full",
-        "working buffers (about)": "working",
+        "program and buffers (about)": "working",
     }
     for label, key in rows.items():
         table.add_row(label, format_bytes(m[key]), format_bytes(m[key]))

@@ -55,8 +55,6 @@ class LiveCanvas:
         self._console, self._tokenizer, self._end_ids = console, tokenizer, end_ids
         self._decoder = StreamDecoder(tokenizer)
         self._finished = Text(end="")
-        self._finished_tokens = 0
-        self._started = time.perf_counter()
         self._drawn = 0.0
         self._body = Text(end="")
         self._live = Live(console=console, transient=True, auto_refresh=False, redirect_stdout=False)
@@ -78,8 +76,8 @@ class LiveCanvas:
         self._drawn = now
         self._body = self._finished.copy().append_text(canvas_text(self._tokenizer, step, self._end_ids))
         accepted = int(step.accepted.sum())
-        speed = (self._finished_tokens + accepted) / max(now - self._started, 1e-9)
-        parts = [f"step {step.step + 1}/{step.max_steps}", f"entropy {step.mean_entropy:.3f}", f"{speed:.0f} tokens/s"]
+        parts = [f"step {step.step + 1}/{step.max_steps}", f"entropy {step.mean_entropy:.3f}"]
+        parts += [f"{step.seconds:.2g} s/step"]
         parts += [f"accepted {accepted}/{len(step.accepted)}", f"canvas {step.canvas_index + 1}"]
         self.say(fitting(parts, self._console.width))
 
@@ -89,8 +87,6 @@ class LiveCanvas:
 
     def on_canvas(self, canvas: "Canvas") -> None:
         ids = [int(i) for i in canvas.ids]
-        end = next((row for row, i in enumerate(ids) if i in self._end_ids), len(ids))
-        self._finished_tokens += end
         self._finished.append(printable(self._decoder.feed(ids)).replace("\t", "  "))
 
     def _frame(self, body: Text, status: str) -> Group:

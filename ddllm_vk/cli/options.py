@@ -18,14 +18,9 @@ class FiniteFloat(click.FloatRange):
         return number
 
 
-def bundled_model() -> Path:
-    """The model that comes with the package."""
-    return Path(__file__).resolve().parent.parent / "models" / "demo"
-
-
 _MODEL_OPTIONS = (
     click.option("--model", "model_path", type=click.Path(path_type=Path), metavar="PATH",
-                 help="A model folder or file.  [default: the bundled model]"),
+                 help="A model folder.  [default: the bundled model]"),
     click.option("--backend", type=click.Choice(["cpu"]), default="cpu", show_default=True),
     click.option("--weights", type=click.Choice(["stored", "f32", "q40"]), default="stored", show_default=True,
                  help="What to hold in memory: the weights as stored, all float32, or quantised to Q40."),
@@ -46,10 +41,13 @@ def load(model_path: Path | None, threads: int | None, show_progress: bool, **ch
     """ddllm_vk.load_model with the choices of model_options, and a progress bar on stderr where that is a terminal."""
     import ddllm_vk
 
+    from ..cpu.jit import is_cold
     from .live import LoadingBar
 
+    if is_cold() and show_progress:
+        click.echo("first run here: compiling the CPU kernels, which takes a quarter of a minute once", err=True)
     with LoadingBar(enabled=show_progress) as bar:
-        return ddllm_vk.load_model(model_path or bundled_model(), threads=threads, progress=bar.update, **choices)
+        return ddllm_vk.load_model(model_path, threads=threads, progress=bar.update, **choices)
 
 
 def format_bytes(count: float) -> str:
