@@ -163,7 +163,7 @@ def test_what_cannot_be_used_is_named(call, args, message):
 def test_one_temperature_beyond_the_models_own_other(call):
     outcome = call("generate", "a", "--t-min", "0.9")
     assert outcome.code == 2
-    assert outcome.err.startswith("error: t_min 0.9 is above t_max 0.8")
+    assert outcome.err.startswith("error: --t-min 0.9 is above --t-max 0.8")
 
 
 def test_empty_stdin_and_stdin_that_is_not_text():
