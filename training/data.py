@@ -21,41 +21,51 @@ TYPICAL_ANSWER = 14  # tokens; longer answers weigh less per row, by a power of 
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of batch: prompt tokens, rows of a reduced canvas, and the tasks' shares, early on and later."""
+    """One kind of batch: prompt tokens, rows of a reduced canvas, and the tasks' shares in each phase of training."""
 
     prompt: int
     reduced_rows: int
-    early: dict[str, float]
-    late: dict[str, float]
+    phases: tuple[dict[str, float], ...]
 
 
-# Arithmetic takes far longer than the rest: it gets most of the room as soon as the others have caught on.
-LATE_FROM = 0.4  # of the schedule
+# Arithmetic takes far longer than the other short tasks: it gets most of the room as soon as they have caught on, until
+# it has too.
+PHASE_STARTS = (0.0, 0.4, 0.7)  # of the schedule
 SHAPES = {
     "short": Shape(
         28,
         20,
-        early={"arithmetic": 43, "reverse": 7, "sort": 10, "facts": 20, "gap": 20},
-        late={"arithmetic": 78, "reverse": 3, "sort": 7, "facts": 6, "gap": 6},
+        (
+            {"arithmetic": 43, "reverse": 7, "sort": 10, "facts": 20, "gap": 20},
+            {"arithmetic": 78, "reverse": 3, "sort": 7, "facts": 6, "gap": 6},
+            {"arithmetic": 40, "reverse": 6, "sort": 16, "facts": 12, "gap": 26},
+        ),
     ),
     "long": Shape(
         56,
         56,
-        early={"sudoku4": 20, "sudoku6": 50, "json": 30},
-        late={"sudoku4": 16, "sudoku6": 50, "json": 34},
+        (
+            {"sudoku4": 20, "sudoku6": 50, "json": 30},
+            {"sudoku4": 16, "sudoku6": 50, "json": 34},
+            {"sudoku4": 10, "sudoku6": 46, "json": 44},
+        ),
     ),
 }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """ids int64 [B, P], real bool [B, P]; target, rows int64 [B, R]; weight float32 [B, R]; task names [B]."""
+    """ids int64 [B, P], real bool [B, P]; target, rows int64 [B, R]; weight float32 [B, R]; task names [B].
+
+    several: bool [B], whether other answers than the target are right too.
+    """
 
     ids: Tensor
     real: Tensor
     target: Tensor
     rows: Tensor
     weight: Tensor
+    several: Tensor
     tasks: list[str]
 
 
@@ -66,7 +76,7 @@ def batch(
 
     progress: how far the schedule is, from 0 to 1.
     """
-    shares = shape.early if progress < LATE_FROM else shape.late
+    shares = shape.phases[sum(progress >= start for start in PHASE_STARTS[1:])]
     tasks = rng.choices(list(shares), weights=list(shares.values()), k=size)
     ids = torch.full((size, shape.prompt), PAD)
     real = torch.zeros(size, shape.prompt, dtype=torch.bool)
@@ -74,6 +84,7 @@ def batch(
     target = torch.full((size, CANVAS), EOS)
     weight = torch.full((size, CANVAS), FILL_WEIGHT)
     rows = torch.zeros(size, count, dtype=torch.int64)
+    several = torch.zeros(size, dtype=torch.bool)
     for index, task in enumerate(tasks):
         example = training_example(rng, task)
         prompt = tokenizer.encode(chat_prompt(example.prompt), add_special_tokens=False).ids
@@ -81,11 +92,12 @@ def batch(
         ids[index, -len(prompt) :] = torch.tensor(prompt)
         real[index, -len(prompt) :] = True
         target[index, : len(answer)] = torch.tensor(answer)
+        several[index] = len(example.accepted) > 1
         weight[index, : len(answer)] = 1.0
         weight[index] *= (TYPICAL_ANSWER / len(answer)) ** 0.7
         kept = [*range(len(answer)), *rng.sample(range(len(answer), CANVAS), count - len(answer))]
         rows[index] = torch.tensor(sorted(kept))
-    return Batch(ids, real, target.gather(1, rows), rows, weight.gather(1, rows), tasks)
+    return Batch(ids, real, target.gather(1, rows), rows, weight.gather(1, rows), several, tasks)
 
 
 def noised(target: Tensor) -> Tensor:
@@ -95,11 +107,13 @@ def noised(target: Tensor) -> Tensor:
     return torch.where(torch.rand(target.shape) < level[:, None], torch.randint(VOCABULARY_SIZE, target.shape), target)
 
 
-def sampler_step(scaled: Tensor, entropy_bound: float = 0.1) -> Tensor:
+def sampler_step(scaled: Tensor, target: Tensor, several: Tensor, entropy_bound: float = 0.1) -> Tensor:
     """The next canvas as the entropy-bound sampler makes it: int64 [B, R].
 
     scaled: float32 [B, R, V], logits over the temperature. Sampled tokens are accepted by ascending entropy while the
-    entropies before them sum to no more than the bound; every other row gets a random token.
+    entropies before them sum to no more than the bound; every other row gets a random token. Where there are `several`
+    right answers, the target's token stands in for the sampled one: another right word beside this target would teach
+    the model to doubt what it has chosen.
     """
     log_p = scaled.log_softmax(dim=-1)
     p = log_p.exp()
@@ -107,4 +121,5 @@ def sampler_step(scaled: Tensor, entropy_bound: float = 0.1) -> Tensor:
     ordered, order = entropy.sort(dim=-1)
     accepted = torch.zeros_like(order, dtype=torch.bool).scatter(1, order, ordered.cumsum(1) - ordered <= entropy_bound)
     sampled = torch.multinomial(p.reshape(-1, p.shape[-1]), 1).reshape(entropy.shape)
+    sampled = torch.where(several[:, None], target, sampled)
     return torch.where(accepted, sampled, torch.randint(VOCABULARY_SIZE, sampled.shape))

@@ -152,7 +152,7 @@ def two_steps(passes: Passes, data: Batch) -> tuple[Tensor, Tensor, Tensor]:
         temperature = 0.4 + 0.4 * torch.rand(len(data.tasks), 1, 1)
         scaled = logits.detach() / temperature
         stepped = torch.rand(len(data.tasks), 1) < 0.6
-        canvas = torch.where(stepped, sampler_step(scaled), canvas)
+        canvas = torch.where(stepped, sampler_step(scaled, data.target, data.several), canvas)
     logits, second, balance_second = passes.decode(prefixes, data.real, canvas, data.rows, scaled, data.target)
     answer = data.weight > data.weight.amin(dim=1, keepdim=True)
     losses = torch.stack([first, second], dim=1).detach()
