@@ -38,7 +38,7 @@ DEPTH = 22.0
 #: A row whose candidates miss this much probability needs the dense product.
 DROPPED = 1e-4
 #: The candidates handed on miss about this much, if those kept do not miss more.
-WANTED = 1e-6
+WANTED = 1e-7
 
 
 @kernel

@@ -50,7 +50,9 @@ class KVCache:
         self.length = 0
         self.layers: list[LayerCache] = []
         for layer in config.layers:
-            capacity = self.window - 1 + chunk if layer.sliding else -(-chunk // _GRANULE) * _GRANULE
+            # a window beyond the context holds no more than the context
+            window = min(self.window - 1, config.max_position_embeddings)
+            capacity = window + chunk if layer.sliding else -(-chunk // _GRANULE) * _GRANULE
             shape = (layer.num_key_value_heads, capacity, layer.head_dim)
             self.layers.append(LayerCache(ops.new_cache(*shape), ops.new_cache(*shape), capacity))
 

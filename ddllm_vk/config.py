@@ -4,6 +4,8 @@ Pure values, validated here and nowhere else: every error names the file and the
 """
 
 import json
+import math
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,9 @@ class GenerationDefaults:
     pad_token_id: int = 0
 
 
+_ROPE_FIELDS = {"rope_type", "rope_theta", "partial_rotary_factor"}
+
+
 class _Fields:
     """One JSON object of a file, read field by field with errors that name the file and the field."""
 
@@ -111,7 +116,7 @@ class _Fields:
                 raise self.error(field, "is missing")
             return default
         allowed = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed) or value != value:
+        if isinstance(value, bool) or not isinstance(value, allowed) or not _survives_float32(value):
             raise self.error(field, f"must be {'an integer' if kind is int else 'a number'}, not {value!r}")
         if minimum is not None and value < minimum:
             raise self.error(field, f"must be at least {minimum}, not {value}")
@@ -138,6 +143,15 @@ class _Fields:
         return tuple(ids)
 
 
+def _survives_float32(value: float) -> bool:
+    """Whether a number stays finite, and other than zero if it was, in the arithmetic it is meant for."""
+    try:
+        single = struct.unpack("f", struct.pack("f", value))[0]
+    except (OverflowError, struct.error):
+        return False
+    return math.isfinite(single) and (single != 0) == (value != 0)
+
+
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -145,7 +159,7 @@ def _read_json(file: Path) -> Any:
         raise ConfigError(f"{file}: file not found; is {file.parent} a model folder?") from None
     except OSError as e:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # also numbers too long to read and text that is not UTF-8
         raise ConfigError(f"{file}: not valid JSON ({e}); download the file again") from None
 
 
@@ -173,6 +187,14 @@ def parse_config(data: Any, file: Path) -> ModelConfig:
         raise text.error("hidden_activation", f"is {activation!r}; only 'gelu_pytorch_tanh' is supported")
     if text.data.get("attention_bias"):
         raise text.error("attention_bias", "is true; biases are not supported")
+    if text.data.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise text.error("use_bidirectional_attention", "must be 'vision' or absent; prompts are encoded causally")
+    canvas_length = top.number("canvas_length", **positive)
+    context = text.number("max_position_embeddings", **positive)
+    if canvas_length >= context:
+        raise top.error(
+            "canvas_length", f"is {canvas_length}; max_position_embeddings {context} must hold more than that"
+        )
     for fields in (top, text):
         if fields.data.get("tie_word_embeddings") is False:
             raise fields.error("tie_word_embeddings", "is false; only tied embeddings are supported")
@@ -186,9 +208,9 @@ def parse_config(data: Any, file: Path) -> ModelConfig:
         num_attention_heads=heads,
         num_experts=experts,
         top_k_experts=top_k,
-        canvas_length=top.number("canvas_length", **positive),
+        canvas_length=canvas_length,
         sliding_window=text.number("sliding_window", int, minimum=2),
-        max_position_embeddings=text.number("max_position_embeddings", **positive),
+        max_position_embeddings=context,
         rms_norm_eps=text.number("rms_norm_eps", float, above=0.0),
         final_logit_softcapping=text.number("final_logit_softcapping", float, default=30.0, above=0.0),
         bos_token_id=text.token_id("bos_token_id", vocab_size),
@@ -238,6 +260,9 @@ def _parse_layers(text: _Fields, heads: int) -> tuple[LayerConfig, ...]:
             raise text.error("head_dim", f"of layer {i} is {hd}; rotary embeddings need an even size")
         rope = ropes.sub(layer_type)
         rope_type = rope.data.get("rope_type", "default")
+        unknown = {k for k, v in rope.data.items() if v is not None} - _ROPE_FIELDS
+        if unknown and not (unknown == {"factor"} and rope.data["factor"] == 1):
+            raise rope.error(min(unknown), "is not supported; it would change the rotation")
         if rope_type not in ("default", "proportional"):
             raise rope.error("rope_type", f"is {rope_type!r}; expected 'default' or 'proportional'")
         factor = rope.number("partial_rotary_factor", float, default=1.0, above=0.0)
@@ -267,7 +292,11 @@ def load_generation_defaults(folder: str | Path, config: ModelConfig) -> Generat
         entropy_bound=sampler.number("entropy_bound", float, d.entropy_bound, minimum=0.0),
         stability_threshold=top.number("stability_threshold", int, d.stability_threshold, minimum=0),
         confidence_threshold=top.number("confidence_threshold", float, d.confidence_threshold, minimum=0.0),
-        eos_token_ids=top.token_ids("eos_token_id", config.vocab_size) or config.eos_token_ids,
+        eos_token_ids=(
+            config.eos_token_ids
+            if top.data.get("eos_token_id") is None
+            else top.token_ids("eos_token_id", config.vocab_size)
+        ),
         pad_token_id=(
             pad if (pad := top.token_id("pad_token_id", config.vocab_size)) is not None else config.pad_token_id
         ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .diffusion import GenerationConfig, OnCanvas, OnStep, Result
+from .errors import InputError
 from .loader import Model
 from .tasks import Example, check, held_out
 
@@ -61,7 +62,11 @@ def score(
     """Asks `count` held-out questions of a task. `seed` chooses the questions, `config.seed` the sampling."""
     right = steps = canvases = 0
     seconds = 0.0
-    for example in held_out(task, count, seed):
+    try:
+        examples = held_out(task, count, seed)
+    except ValueError as e:
+        raise InputError(f"{e}; ask for fewer") from None
+    for example in examples:
         result, correct = answer(model, example, config)
         right += correct
         steps += sum(result.stats.steps)

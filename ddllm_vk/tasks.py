@@ -62,13 +62,14 @@ def held_out(task: str, count: int, seed: int = 0) -> list[Example]:
     """
     rng = random.Random(f"held out/{task}/{seed}")
     found: dict[str, Example] = {}
-    tries = 0
+    barren = 0  # draws since the last new question
     while len(found) < count:
         example = TASKS[task].draw(rng, True)
-        if _on_held_out_side(example):
-            found.setdefault(example.prompt, example)
-        tries += 1
-        if tries > 1000 * (count + 10):
+        barren += 1
+        if _on_held_out_side(example) and example.prompt not in found:
+            found[example.prompt] = example
+            barren = 0
+        if barren > 1000 + 50 * len(found):
             raise ValueError(f"task {task!r} has only {len(found)} held-out questions, {count} were asked for")
     return list(found.values())
 

@@ -1,6 +1,7 @@
 """Bad models and bad requests through the command line: one clear line on stderr, nothing on stdout, exit 1 or 2."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -93,6 +94,16 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def pipe(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    os.mkfifo(folder / "chat_template.jinja")
+
+
+def dangling(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("gone.json")
+
+
 def nothing(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
@@ -113,6 +124,8 @@ DAMAGES = {
     "broken tokenizer.json": (broken("tokenizer.json"), ["tokenizer.json"]),
     "broken tokenizer_config.json": (broken("tokenizer_config.json"), ["tokenizer_config.json"]),
     "pickle": (pickled, ["pytorch_model.bin", "safetensors"]),
+    "a pipe": (pipe, ["chat_template.jinja", "regular file"]),
+    "a dangling link": (dangling, ["generation_config.json", "not there"]),
     "not a model": (nothing, ["model"]),
 }
 
@@ -166,3 +179,10 @@ def test_a_target_that_cannot_be_written(command: str, tmp_path: Path, capsys: p
     assert err.count("\n") == 1
     assert str(tmp_path / "file") in err
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_convert_without_a_tokenizer_is_refused_before_the_work(folder: Path, capsys: pytest.CaptureFixture[str]):
+    no_tokenizer(folder)
+    assert run(["convert", str(folder), str(folder.parent / "converted")]) == 1
+    assert "tokenizer.json" in capsys.readouterr().err
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]

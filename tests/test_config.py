@@ -59,6 +59,16 @@ def test_end_of_sequence_ids_from_either_level(published: dict, per_layer: dict)
         (("text_config", "hidden_activation"), "silu", "text_config.hidden_activation is 'silu'"),
         (("text_config", "rope_parameters", "full_attention", "rope_type"), "yarn", "rope_type is 'yarn'"),
         (("text_config", "rope_parameters", "full_attention"), None, "rope_parameters.full_attention is missing"),
+        (
+            ("text_config", "rope_parameters", "full_attention", "factor"),
+            8.0,
+            "rope_parameters.full_attention.factor is",
+        ),
+        (("text_config", "rope_parameters", "full_attention", "rope_theta"), 1e-320, "rope_theta must be a number"),
+        (("text_config", "final_logit_softcapping"), float("inf"), "final_logit_softcapping must be a number"),
+        (("text_config", "rms_norm_eps"), 1e308, "rms_norm_eps must be a number"),
+        (("text_config", "max_position_embeddings"), 32, "canvas_length is 32; max_position_embeddings 32 must hold"),
+        (("text_config", "use_bidirectional_attention"), "all", "use_bidirectional_attention must be 'vision'"),
         (("text_config", "tie_word_embeddings"), False, "tie_word_embeddings is false"),
         (("canvas_length",), None, "canvas_length is missing"),
         (("eos_token_id",), [1, 512], "eos_token_id must hold token ids below vocab_size 512"),
@@ -84,7 +94,9 @@ def test_a_layer_index_that_does_not_exist(per_layer: dict):
         parse_config(per_layer, FILE)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\x00", "[" * 100_000, '{"model_type": "diffusion_gemma"'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"model_type": ' + "9" * 5000 + "}", "\x00", "[" * 100_000, '{"model_type": "diffusion_gemma"']
+)
 def test_broken_json(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -107,6 +119,8 @@ def test_generation_config_wins_over_the_defaults_and_null_means_default(publish
     defaults = load_generation_defaults(tmp_path, config)
     assert (defaults.t_max, defaults.t_min, defaults.max_denoising_steps) == (0.9, 0.4, 48)
     assert (defaults.entropy_bound, defaults.eos_token_ids) == (0.2, (3,))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": []}')
+    assert load_generation_defaults(tmp_path, config).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(

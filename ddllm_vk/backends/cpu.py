@@ -112,7 +112,8 @@ class CpuOps:
 
     def experts(self, x, ids, weights, gate_up, down) -> np.ndarray:
         out = self.arena.take(x.shape)
-        quantized = self.quantized and gate_up.format in ("q40", "q80")
+        # one of the two may be unquantised, where a width is no multiple of 32
+        quantized = self.quantized and all(w.format in ("q40", "q80") for w in (gate_up, down))
         kernels.experts(self.pool, x, ids, weights, gate_up, down, out, quantized)
         return out
 

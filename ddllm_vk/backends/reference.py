@@ -80,7 +80,7 @@ class ReferenceOps:
         return kernels.router(h, scale, proj, per_expert_scale, top_k, self.eps)
 
     def experts(self, x, ids, weights, gate_up, down) -> np.ndarray:
-        quantized = self.quantized and isinstance(gate_up, _Quantized)
+        quantized = self.quantized and isinstance(gate_up, _Quantized) and isinstance(down, _Quantized)
         return kernels.experts(x, ids, weights, _array(gate_up), _array(down), quantized)
 
     def append_row(self, x: np.ndarray, row: int) -> np.ndarray:

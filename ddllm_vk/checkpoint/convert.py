@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import CheckpointError, InputError
 from ..quants import BLOCK, QUANTIZED, dequantize
+from ..tokenizer import Tokenizer
 from .quantizer import COMPILE_FROM, quantize
 from .reader import Checkpoint, StoredTensor, all_finite, open_checkpoint
 from .writer import PIECE_BYTES, Piece, PlannedTensor, ProgressCallback, write_model
@@ -60,6 +61,7 @@ def convert(
     began = time.monotonic()
     with open_checkpoint(source) as checkpoint:
         stored = checkpoint.tensors | checkpoint.vision
+        Tokenizer.from_folder(checkpoint.path)  # without one the result could not be loaded: say so before the work
         already = next((t for t in stored.values() if t.format in QUANTIZED), None)
         if already is not None:
             raise CheckpointError(

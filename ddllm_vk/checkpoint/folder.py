@@ -8,6 +8,7 @@ from .header import Entry, parse_json, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_READ = (".json", ".jinja", ".safetensors")  # what is read if it lies in a model folder
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _MODEL_IS = "a model is a folder with config.json and safetensors weights"
@@ -26,6 +27,9 @@ def check_folder(path: Path) -> None:
         if not path.is_dir():
             raise CheckpointError(f"{path}: {_refuse_file(path)}")
         names = os.listdir(path)
+        for name in names:
+            if Path(name).suffix in _READ and not (path / name).is_file():
+                raise CheckpointError(f"{path / name}: {_not_a_file(path / name)}")
         if "config.json" in names:
             return
     except OSError as e:
@@ -38,6 +42,14 @@ def check_folder(path: Path) -> None:
     if path.name.startswith(".") and path.name.endswith(".partial"):
         raise CheckpointError(f"{path}: is an unfinished conversion; run the command that made it again to finish it")
     raise CheckpointError(f"{path}: is not a model folder (no config.json in it); {_MODEL_IS}")
+
+
+def _not_a_file(path: Path) -> str:
+    if path.is_symlink() and not path.exists():
+        return "is a link to a file that is not there; download the file again"
+    if path.is_dir():
+        return "is a folder, not a file; replace it by the model's own file"
+    return "is not a regular file; replace it by the model's own"
 
 
 def _refuse_file(path: Path) -> str:
