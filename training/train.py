@@ -186,7 +186,9 @@ def plot(metrics: Path, image: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    # A resumed run reports some steps again: the last report of a step counts.
+    by_step = {record["step"]: record for record in map(json.loads, metrics.read_text().splitlines())}
+    records = [by_step[step] for step in sorted(by_step)]
     if len(records) < 2:
         return
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True)
@@ -209,7 +211,7 @@ def plot(metrics: Path, image: Path) -> None:
     pyplot.close(figure)
 
 
-def work(rank: int, args: argparse.Namespace, pids: list[int] | None = None) -> None:
+def work(rank: int, args: argparse.Namespace) -> None:
     """One of the training processes."""
     torch.set_num_threads(1)
     out: Path = args.out

@@ -19,7 +19,7 @@ from .write_progress import write_progress
     help="Format of the embedding, which is also the head.",
 )
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that quantise.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 def convert(source: Path, target: Path, embedding: str, threads: int, quiet: bool) -> None:
     """Convert the model folder SOURCE to Q40 in the new folder TARGET.
 

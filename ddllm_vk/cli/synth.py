@@ -20,7 +20,7 @@ from .write_progress import write_progress
 @click.option("--layers", type=click.IntRange(min=1), default=None, help="Keep only so many of the first layers.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed, the same bytes.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that draw weights.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 def synth(target: Path, preset: str, layers: int | None, seed: int, threads: int, quiet: bool) -> None:
     """Write a random-weight model of true shapes, in Q40, to the new folder TARGET.
 
