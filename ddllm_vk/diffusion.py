@@ -210,7 +210,7 @@ def _denoise_canvas(
     for step in range(n):
         started = time.perf_counter()
         t = sampler.temperature(n - step, n, settings.t_min, settings.t_max)
-        stats = session.canvas_step(canvas, t, np.asarray(noise.uniforms(index, step), dtype=np.float64), guarded)
+        stats = session.canvas_step(canvas, t, _checked_uniforms(noise.uniforms(index, step), session.config), guarded)
         if not np.isfinite(stats.entropy).all():
             raise DdllmError(
                 f"the logits of canvas {index}, step {step + 1} are not numbers: the weights are damaged or overflow; "
@@ -247,7 +247,15 @@ def _denoise_canvas(
 
 def _checked_ids(ids: np.ndarray, config: ModelConfig) -> np.ndarray:
     """Ids of a NoiseSource, which may be the caller's own."""
-    ids = np.asarray(ids)
-    if ids.shape != (config.canvas_length,) or ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise InputError(f"noise must give {config.canvas_length} ids below {config.vocab_size}, got shape {ids.shape}")
+    ids, rows, vocab = np.asarray(ids), config.canvas_length, config.vocab_size
+    if ids.shape != (rows,) or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
+        raise InputError(f"noise must give {rows} integer ids below {vocab}, got {ids.dtype} of shape {ids.shape}")
     return ids.astype(np.int32)
+
+
+def _checked_uniforms(u: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """float64 [canvas_length] of a NoiseSource."""
+    u = np.asarray(u, dtype=np.float64)
+    if u.shape != (config.canvas_length,) or not ((u >= 0) & (u <= 1)).all():
+        raise InputError(f"noise must give {config.canvas_length} uniforms from 0 to 1, got shape {u.shape}")
+    return u

@@ -80,6 +80,8 @@ class Model:
         for i in (*settings.eos_token_ids, settings.pad_token_id):
             if not 0 <= i < self.config.vocab_size:
                 raise InputError(f"token id {i} is outside the vocabulary of {self.config.vocab_size}")
+        if settings.guard_empty_reply and len(set(settings.eos_token_ids)) >= self.config.vocab_size:
+            raise InputError("every token ends the sequence, so no reply can begin; pass guard_empty_reply=False")
         prompt = self.prompt_ids(ids_or_messages)
         out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas)
         seconds = time.perf_counter() - started

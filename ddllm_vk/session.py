@@ -62,6 +62,8 @@ class Session:
                     raise InputError(
                         f"self_conditioning must have shape {(len(ids), self.config.vocab_size)}, not {z.shape}"
                     )
+                if not np.isfinite(z).all():
+                    raise InputError("self_conditioning holds values that are not finite")
                 soft = self.ops.soft_embedding_of_logits(z, self.weights.embed_tokens, scale)
             y = canvas_pass(self.ops, self.weights, self.config, self.cache, ids, soft)
             return self.ops.head_logits(y, self.weights.embed_tokens, self.config.final_logit_softcapping)

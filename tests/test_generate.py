@@ -252,6 +252,64 @@ def test_settings_that_cannot_be_used(options, message):
         GenerationConfig(**options)
 
 
+class Spoilt(ddllm_vk.PhiloxNoise):
+    """Noise of which one method gives something else."""
+
+    def __init__(self, name: str, value: np.ndarray):
+        super().__init__(0, 32, 512)
+        setattr(self, name, lambda *_: value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("uniforms", np.full(32, 1.5)),
+        ("uniforms", np.full(32, np.nan)),
+        ("uniforms", np.zeros(31)),
+        ("renoise", np.zeros(32)),
+        ("renoise", np.full(32, 512)),
+        ("initial_canvas", np.full(32, -1)),
+        ("initial_canvas", np.zeros((2, 32), dtype=int)),
+    ],
+)
+def test_noise_that_cannot_be_used(model, prompt, name, value):
+    with pytest.raises(InputError, match="noise must give 32"):
+        model.generate(prompt, SHORT, noise=Spoilt(name, value))
+
+
+def test_every_token_an_end_of_sequence(model, prompt):
+    with pytest.raises(InputError, match="every token ends the sequence"):
+        model.generate(prompt, GenerationConfig(eos_token_ids=range(512)))
+
+
+def test_self_conditioning_that_is_not_finite(model, prompt):
+    session = model.session()
+    with pytest.raises(InputError, match="not finite"):
+        session.canvas_logits(prompt[:1].repeat(32), np.full((32, 512), np.inf))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_threads_and_forks_share_a_model(model, prompt):
+    import os
+    import threading
+
+    expected = model.generate(prompt, SHORT).ids
+    answers: dict[int, np.ndarray] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: answers.update({i: model.generate(prompt, SHORT).ids})) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 4
+    assert all(np.array_equal(ids, expected) for ids in answers.values())
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(model.generate(prompt, SHORT).ids, expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_t_min_above_the_checkpoints_t_max(model, prompt):
     with pytest.raises(InputError, match=r"t_min 0\.9 is above t_max 0\.8"):
         model.generate(prompt, GenerationConfig(t_min=0.9))
