@@ -83,4 +83,23 @@ def kernel(function: Callable) -> Callable:
     """Compile `function` at its first call, without the GIL, cached. The code may fuse a*b + c but reorders nothing:
     sums that need an order other than left to right are emitted with that order (intrinsics.py, emit.py)."""
     with _our_cache():
-        return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)
+        compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)
+    _survive_damage(compiled)
+    return compiled
+
+
+def _survive_damage(compiled: Callable) -> None:
+    """Let a damaged cache file cost a compilation, not the program: numba itself fails on one."""
+    cache = getattr(compiled, "_cache", None)
+    load = getattr(cache, "load_overload", None)
+    if cache is None or load is None:
+        return
+
+    def load_or_forget(*args: object) -> object:
+        try:
+            return load(*args)
+        except Exception:
+            cache.flush()
+            return None
+
+    cache.load_overload = load_or_forget

@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -38,13 +40,16 @@ class GenerationConfig:
                 raise InputError(f"{name} must be an integer, not {value!r}")
             if value is not None and value < minimum:
                 raise InputError(f"{name} must be at least {minimum}, not {value}")
-        for name in ("t_max", "t_min"):
+        for name in ("t_max", "t_min", "entropy_bound", "confidence_threshold"):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is None:
+                continue
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise InputError(f"{name} must be a number, not {value!r}")
+            number = float(value)
+            if name.startswith("t_") and not (number > 0 and math.isfinite(number)):
                 raise InputError(f"{name} must be a positive number, not {value}")
-        for name in ("entropy_bound", "confidence_threshold"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
+            if not number >= 0:
                 raise InputError(f"{name} must not be negative, got {value}")
         if not isinstance(self.seed, int | np.integer):
             raise InputError(f"seed must be an integer, not {self.seed!r}")
@@ -166,7 +171,8 @@ def denoise(
     """
     config = session.config
     count = canvases_to_write(len(prompt_ids), settings.max_new_tokens, config)
-    noise = noise or PhiloxNoise(settings.seed, config.canvas_length, config.vocab_size)
+    if noise is None:
+        noise = PhiloxNoise(settings.seed, config.canvas_length, config.vocab_size)
     out = Denoised(np.empty(0, dtype=np.int32), "length", [])
 
     pending = prompt_ids  # not yet in the cache: the prompt, then each finished canvas but the last
@@ -205,8 +211,8 @@ def _denoise_canvas(
     guarded = settings.eos_token_ids if settings.guard_empty_reply and index == 0 else ()
     canvas = _checked_ids(noise.initial_canvas(index), session.config)
     session.begin_canvas()
-    argmaxes: list[np.ndarray] = []
-    n, settled = settings.max_denoising_steps, False
+    argmaxes: deque[np.ndarray] = deque(maxlen=max(settings.stability_threshold, 1))  # the latest ones
+    n, step, settled = settings.max_denoising_steps, 0, False
     for step in range(n):
         started = time.perf_counter()
         t = sampler.temperature(n - step, n, settings.t_min, settings.t_max)
@@ -220,7 +226,7 @@ def _denoise_canvas(
         canvas = np.where(accepted, stats.sampled, _checked_ids(noise.renoise(index, step), session.config))
         mean_entropy = float(stats.entropy.mean())
         settled = sampler.is_settled(
-            stats.argmax, argmaxes, mean_entropy, settings.stability_threshold, settings.confidence_threshold
+            stats.argmax, list(argmaxes), mean_entropy, settings.stability_threshold, settings.confidence_threshold
         )
         argmaxes.append(stats.argmax)
         if on_step is not None:
@@ -242,7 +248,7 @@ def _denoise_canvas(
                 return None, step + 1, settled
         if settled:
             break
-    return argmaxes[-1], len(argmaxes), settled
+    return argmaxes[-1], step + 1, settled
 
 
 def _checked_ids(ids: np.ndarray, config: ModelConfig) -> np.ndarray:

@@ -245,6 +245,8 @@ def test_ids_outside_the_vocabulary(model, ids):
         ({"confidence_threshold": float("nan")}, "confidence_threshold must not be negative"),
         ({"stability_threshold": -1}, "stability_threshold must be at least 0"),
         ({"seed": "x"}, "seed must be an integer"),
+        ({"t_max": "x"}, "t_max must be a number"),
+        ({"entropy_bound": [1]}, "entropy_bound must be a number"),
     ],
 )
 def test_settings_that_cannot_be_used(options, message):
