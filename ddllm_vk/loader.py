@@ -17,7 +17,7 @@ from .errors import InputError
 from .model import ModelWeights
 from .noise import NoiseSource
 from .ops import Ops, Weight
-from .quants import BLOCK, BLOCK_BYTES, dequantize, quantize
+from .quants import BLOCK, BLOCK_BYTES, QUANTIZED, dequantize, quantize
 from .session import Session
 from .tokenizer import Tokenizer
 
@@ -150,9 +150,8 @@ def load_model(
     with open_checkpoint(BUNDLED_MODEL if path is None else path) as checkpoint:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
         ops = _make_ops(backend, checkpoint.config, activations, threads)
-        formats = _Formats(weights, embedding or "q80")
         try:
-            uploaded, size = _upload(ops, checkpoint, formats, progress)
+            uploaded, size = _upload(ops, checkpoint, weights, embedding or "q80", progress)
         except BaseException:
             ops.close()
             raise
@@ -174,29 +173,21 @@ def _make_ops(backend: str, config: ModelConfig, activations: str, threads: int 
     return CpuOps(config.rms_norm_eps, activations, threads)
 
 
-class _Formats:
-    """Which format a tensor is uploaded in."""
-
-    def __init__(self, weights: str, embedding: str):
-        self.weights, self.embedding = weights, embedding
-
-    def of(self, tensor: StoredTensor, role: str) -> str:
-        stored = tensor.format
-        if role == "float":
-            return "f32"
-        if self.weights == "stored":
-            return stored
-        if self.weights == "f32":
-            return (
-                "f32" if stored in ("q40", "q80") else stored
-            )  # f16 and bf16 are widened tile by tile: the same values
-        wanted = self.embedding if role == "embedding" else "q40"
-        if wanted == "f32":
-            return self.__class__("f32", "").of(tensor, role)
-        return wanted if tensor.shape[-1] % BLOCK == 0 else stored
+def _upload_format(tensor: StoredTensor, role: str, weights: str, embedding: str) -> str:
+    """The format a tensor is uploaded in, for load_model's `weights` and `embedding`."""
+    if role == "float":
+        return "f32"
+    wanted = embedding if weights == "q40" and role == "embedding" else weights
+    if wanted == "stored" or (wanted in QUANTIZED and tensor.shape[-1] % BLOCK):
+        return tensor.format
+    if wanted == "f32":  # f16 and bf16 are widened tile by tile: the same values
+        return "f32" if tensor.format in QUANTIZED else tensor.format
+    return wanted
 
 
-def _upload(ops: Ops, checkpoint: Checkpoint, formats: _Formats, progress: Progress | None) -> tuple[ModelWeights, int]:
+def _upload(
+    ops: Ops, checkpoint: Checkpoint, weights: str, embedding: str, progress: Progress | None
+) -> tuple[ModelWeights, int]:
     config = checkpoint.config
     specs = expected_tensors(config)
     total = sum(checkpoint.tensors[name].nbytes for name in specs)
@@ -212,7 +203,7 @@ def _upload(ops: Ops, checkpoint: Checkpoint, formats: _Formats, progress: Progr
             scalars = w.encoder_layer_scalar if kind == "encoder" else w.decoder_layer_scalar
             scalars[layer] = float(tensor.float32().reshape(()))
         else:
-            weight = _upload_tensor(ops, tensor, formats.of(tensor, spec.role))
+            weight = _upload_tensor(ops, tensor, _upload_format(tensor, spec.role, weights, embedding))
             size += ops.weight_bytes(weight)
             if kind == "layer":
                 w.layers[layer][short] = weight
@@ -242,7 +233,7 @@ def _split_name(name: str) -> tuple[str, int, str]:
 def _upload_tensor(ops: Ops, tensor: StoredTensor, fmt: str) -> Weight:
     if fmt == tensor.format:
         return ops.upload(fmt, tensor.raw(), tensor.shape)
-    if tensor.format in ("q40", "q80") or fmt == "f32":
+    if tensor.format in QUANTIZED or fmt == "f32":
         values = tensor.float32()
         return ops.upload(fmt, values if fmt == "f32" else quantize(fmt, values), tensor.shape)
     rows, k = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]

@@ -58,8 +58,10 @@ def score(
     config: GenerationConfig,
     seed: int = 0,
     on_answer: Callable[[Example, Result, bool], Any] | None = None,
+    ask: Callable[[Model, Example, GenerationConfig], tuple[Result, bool]] = answer,
 ) -> TaskScore:
-    """Asks `count` held-out questions of a task. `seed` chooses the questions, `config.seed` the sampling."""
+    """Asks `count` held-out questions of a task. `seed` chooses the questions, `config.seed` the sampling; `ask` puts
+    one to the model."""
     right = steps = canvases = 0
     seconds = 0.0
     try:
@@ -67,7 +69,7 @@ def score(
     except ValueError as e:
         raise InputError(f"{e}; ask for fewer") from None
     for example in examples:
-        result, correct = answer(model, example, config)
+        result, correct = ask(model, example, config)
         right += correct
         steps += sum(result.stats.steps)
         canvases += len(result.stats.steps)

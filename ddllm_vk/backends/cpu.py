@@ -10,6 +10,7 @@ from ..cpu import kernels
 from ..cpu.threads import ThreadPool
 from ..cpu.weights import pack
 from ..ops import HeadStatistics
+from ..quants import QUANTIZED
 from .arena import Arena
 
 F32 = np.float32
@@ -41,9 +42,7 @@ class CpuOps:
 
     def resize_cache(self, cache: np.ndarray, capacity: int, first: int, count: int) -> np.ndarray:
         if capacity == cache.shape[1]:
-            cache[:, :count] = (
-                cache[:, first : first + count].copy() if first < count else cache[:, first : first + count]
-            )
+            cache[:, :count] = cache[:, first : first + count]  # numpy minds the overlap
             return cache
         resized = np.empty((cache.shape[0], capacity, cache.shape[2]), dtype=F32)
         resized[:, :count] = cache[:, first : first + count]
@@ -76,7 +75,7 @@ class CpuOps:
         outs = tuple(self.arena.take((x.shape[0], w.shape[0])) for w in weights)
         quantized = None
         for w, out in zip(weights, outs, strict=True):
-            if self.quantized and w.format in ("q40", "q80"):
+            if self.quantized and w.format in QUANTIZED:
                 quantized = quantized or kernels.quantize_rows(self.pool, x)
                 kernels.linear(self.pool, quantized, w, out)
             else:
@@ -113,7 +112,7 @@ class CpuOps:
     def experts(self, x, ids, weights, gate_up, down) -> np.ndarray:
         out = self.arena.take(x.shape)
         # one of the two may be unquantised, where a width is no multiple of 32
-        quantized = self.quantized and all(w.format in ("q40", "q80") for w in (gate_up, down))
+        quantized = self.quantized and all(w.format in QUANTIZED for w in (gate_up, down))
         kernels.experts(self.pool, x, ids, weights, gate_up, down, out, quantized)
         return out
 
@@ -167,4 +166,4 @@ class CpuOps:
         self.pool.close()
 
     def _quantized_table(self, table: Any) -> bool:
-        return self.quantized and table.format in ("q40", "q80")
+        return self.quantized and table.format in QUANTIZED

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cpu import reference as kernels
 from ..ops import HeadStatistics
-from ..quants import dequantize
+from ..quants import QUANTIZED, dequantize
 
 F32 = np.float32
 
@@ -23,7 +23,7 @@ class ReferenceOps:
     def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
         weight = dequantize(fmt, raw).reshape(shape).astype(F32)
         # only Q40 and Q80 weights are multiplied with Q80 activations
-        return _Quantized(weight) if fmt in ("q40", "q80") else weight
+        return _Quantized(weight) if fmt in QUANTIZED else weight
 
     def weight_bytes(self, weight: Any) -> int:
         return _array(weight).nbytes

@@ -69,14 +69,13 @@ def demo(
     scores = []
     for task in dict.fromkeys(tasks or TASKS):
         if quiet or as_json:
-            show = None
+            scores.append(score(model, task, count, config, question_seed))
+            continue
+        click.secho(f"\n{TASKS[task].title}", bold=True)
+        if count == 1 and live_console() is not None:
+            scores.append(score(model, task, 1, config, question_seed, show_verdict, ask_live))
         else:
-            click.secho(f"\n{TASKS[task].title}", bold=True)
-            show = show_answer
-        if show is not None and live_console() is not None and count == 1:
-            scores.append(score_live(model, task, config, question_seed))
-        else:
-            scores.append(score(model, task, count, config, question_seed, show))
+            scores.append(score(model, task, count, config, question_seed, show_answer))
     if as_json:
         shown = {"model": str(model.path), **choices, "seed": seed, "questions_seed": question_seed,
                  "tasks": [score_object(s) for s in scores]}  # fmt: skip
@@ -103,20 +102,15 @@ def show_verdict(example: Any, result: Any, correct: bool) -> None:
     click.echo(f"  -> {verdict} ({steps} steps, {result.stats.seconds * 1000:.0f} ms)")
 
 
-def score_live(model: Any, task: str, config: Any, question_seed: int) -> Any:
-    """One question with the canvas shown while it denoises."""
-    from ..quality import TaskScore, answer
-    from ..tasks import held_out
+def ask_live(model: Any, example: Any, config: Any) -> tuple[Any, bool]:
+    """One question, with the canvas shown while it denoises."""
+    from ..quality import answer
     from .live import LiveCanvas
 
-    (example,) = held_out(task, 1, question_seed)
     click.echo(f"\n{indented(example.prompt)}\n")
     ends = frozenset(config.over(model.generation_defaults).eos_token_ids) | model.tokenizer.control.ends
     with LiveCanvas(live_console(), model.tokenizer, ends) as view:
-        result, correct = answer(model, example, config, on_step=view.on_step, on_canvas=view.on_canvas)
-    show_verdict(example, result, correct)
-    steps = result.stats.steps
-    return TaskScore(task, 1, int(correct), sum(steps) / max(len(steps), 1), result.stats.seconds)
+        return answer(model, example, config, on_step=view.on_step, on_canvas=view.on_canvas)
 
 
 def indented(text: str) -> str:
