@@ -394,9 +394,12 @@ COLORS = ["red", "green", "blue", "black", "white", "yellow", "gray", "brown", "
 ANIMALS = ["cat", "dog", "cow", "horse", "goat", "sheep", "duck", "hen", "fox", "bear"]
 
 
+CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
+
+
 def _made_up(rng: random.Random) -> str:
     """A pronounceable word that is in no list, so that copying has to be learnt."""
-    syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+    syllables = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3))]
     return "".join(syllables)
 
 

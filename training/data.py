@@ -33,7 +33,7 @@ class Shape:
 PHASE_STARTS = (0.0, 0.4, 0.7)  # of the schedule
 SHAPES = {
     "short": Shape(
-        28,
+        30,
         20,
         (
             {"arithmetic": 43, "reverse": 7, "sort": 10, "facts": 20, "gap": 20},
@@ -42,12 +42,12 @@ SHAPES = {
         ),
     ),
     "long": Shape(
-        56,
+        58,
         56,
         (
             {"sudoku4": 20, "sudoku6": 50, "json": 30},
-            {"sudoku4": 16, "sudoku6": 50, "json": 34},
-            {"sudoku4": 10, "sudoku6": 46, "json": 44},
+            {"sudoku4": 14, "sudoku6": 56, "json": 30},
+            {"sudoku4": 12, "sudoku6": 58, "json": 30},
         ),
     ),
 }

@@ -18,9 +18,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ddllm_vk.tasks import ANIMALS, COLORS, FACTS, FIELDS, LINES, NAMES, TASKS, training_example
+from ddllm_vk.tasks import (
+    ANIMALS, COLORS, CONSONANTS, FACTS, FIELDS, LINES, NAMES, TASKS, VOWELS, training_example,
+)  # fmt: skip
 
-VOCABULARY_SIZE = 1280
+VOCABULARY_SIZE = 1408
 CONTROL_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<unk>", "<mask>",
     "<|turn>", "<turn|>", "<|image>", "<|image|>", "<image|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>",
@@ -88,7 +90,10 @@ def words() -> list[str]:
     found = [word.replace(" ", "▁") for word in re.findall(r"[A-Z][a-z]+| [a-z]+", text)]
     found += [*FIELDS, *COLORS, *ANIMALS, "model", "user", "system", "tool", "thought"]  # also without a space before
     counts = Counter(found)
-    return [word for word, count in counts.items() for _ in range(min(count, 3))]
+    # The syllables of made-up words come first of all merges: such a word is then cut the same way with and without a
+    # space before it, and copying it is copying its tokens one by one.
+    syllables = [space + c + v for space in ("", "▁") for c in CONSONANTS for v in VOWELS] * 100
+    return [*syllables, *(word for word, count in counts.items() for _ in range(min(count, 3)))]
 
 
 def build() -> Tokenizer:

@@ -38,7 +38,7 @@ BALANCE = 0.01  # weight of the routers' load-balance loss
 REDUCED_SHARE = 0.88  # of the steps keep only the answers' rows
 Q40_FROM = 0.8  # of the schedule: from here on the forward passes see Q40 weights
 AVERAGE = 0.995  # decay of the averaged weights that are saved
-LONG_SHARE = 0.34  # of a batch
+LONG_SHARE = 0.46  # of a batch
 
 
 class ActiveClock:
