@@ -135,18 +135,14 @@ class _Int8Tile:
         builder.ret_void()
 
     def looped(self, builder: ir.IRBuilder, m: ir.Value, args: list[ir.Value]) -> None:
-        """All rows' sums in memory, one row after the other: for few registers, which a part of a block's weights fills
-        (unrolled, LLVM mixes rows and spills). What a row has of a block so far is in memory, too."""
+        """All rows' sums in memory, one row after the other: for few registers, which a block's weights fill, or a part
+        of them; what a row has of the block by then is in memory, too. (Unrolled, LLVM mixes rows and spills.)"""
         x, scales, starts, weights, weight_scales, blocks, out, out_stride = args
         dot, count = self.dot, self.target.held // self.dot.registers
         phases = [range(first, first + count) for first in range(0, dot.steps, count)]
         sums = builder.alloca(self.floats, self.target.rows)
         states = [builder.alloca(ty, self.target.rows) for ty in dot.state] if len(phases) > 1 else []
         for sub in range(TILE // self.lanes):
-
-            def clear(i, _):
-                builder.store(filled(self.floats, 0.0), builder.gep(sums, [i]))
-                return []
 
             def block(b, _, sub=sub):
                 weight_scale = self._weight_scale(builder, weight_scales, b, sub)
@@ -181,7 +177,8 @@ class _Int8Tile:
                 builder.store(total, at(builder, row, self.floats, 4 * self.lanes * sub), align=4)
                 return []
 
-            loop(builder, m, [], clear)
+            for place in range(self.target.rows):  # a loop over m would become a call of memset
+                builder.store(filled(self.floats, 0.0), builder.gep(sums, [I64(place)]))
             loop(builder, blocks, [], block)
             loop(builder, m, [], write)
         builder.ret_void()

@@ -1,7 +1,8 @@
 """Which instruction set the emitted kernels use: decided once, from what numba's code generator may emit.
 
 The host's name is no guide: asking LLVM for an instruction its target lacks aborts the process, and NUMBA_CPU_NAME or
-NUMBA_CPU_FEATURES may have narrowed the target. DDLLM_VK_ISA forces one of ISAS, for tests and for measurements.
+NUMBA_CPU_FEATURES may have narrowed the target. DDLLM_VK_ISA forces one of ISAS, for tests and for measurements; the
+command line's --isa sets it before anything here is imported.
 """
 
 # numba comes without type information.
@@ -28,8 +29,10 @@ class Isa:
     processors: str  # those it is for, as an error message names them
     needs: tuple[frozenset[str], ...]  # the code generator's features: all of any one of these sets
     lanes: int  # 32-bit lanes of one register of the integer micro-kernels
-    rows: int  # activation rows of one micro-kernel, limited by the registers there are for its accumulators
-    held: int = 0  # registers that hold weights while sums are in memory; 0: sums of all rows are in registers as well
+    rows: int  # activation rows of one micro-kernel: their float sums and its operands fit into the registers
+    held: int = (
+        0  # registers for weights while int8 kernels keep sums in memory; 0: all rows' sums in registers as well
+    )
     hardware_half: bool = True  # conversions from float16 are instructions
     lane_operands: bool = False  # instructions take one lane of a register as an operand
 
