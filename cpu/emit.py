@@ -29,6 +29,9 @@ ROWS = isa.ACTIVE.rows
 _LANES = isa.ACTIVE.lanes
 _NAME = isa.ACTIVE.name
 
+# Weights come from memory once a pass: they are asked for this many bytes (28 blocks of Q40) before they are needed.
+_PREFETCH = 8192
+
 _WORDS = ir.VectorType(I32, _LANES)
 _FLOATS = ir.VectorType(F32, _LANES)
 _BYTES = ir.VectorType(I8, 4 * _LANES)
@@ -53,6 +56,12 @@ def half_to_floats(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
         return half_bits_to_float(builder, bits)
     count = bits.type.count
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), count)), ir.VectorType(F32, count))
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line at an address, which may lie anywhere, to be brought into the second-level cache."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(2), I32(1)])
 
 
 def _every_other(builder, vector, first):
@@ -179,6 +188,8 @@ def _int8_tile(fmt: str, m: int) -> Callable:
 
             def body(b, totals, sub=sub):
                 here = builder.add(weights, builder.mul(b, I64(block_bytes)))
+                for line in range(0, block_bytes if sub == 0 else 0, 64):
+                    prefetch(builder, builder.add(here, I64(_PREFETCH + line)))
                 operands = _load_weights(builder, fmt, here, sub)
                 half = builder.add(weight_scales, builder.mul(b, I64(2 * isa.TILE)))
                 half = builder.load(at(builder, half, ir.VectorType(I16, _LANES), 2 * _LANES * sub), align=2 * _LANES)
@@ -370,9 +381,8 @@ def q80_row_block(typingctx, block, scale, out):
     return types.void(types.int64, types.float32, types.int64), _inline(_row_block("q80"))
 
 
-def _transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
-    """out[j, i] = source[i, j] for 16 x 16 float32: four rounds of interleaving row i with row i + 8."""
-    source, stride, out = args
+def _transposed(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value) -> list[ir.Value]:
+    """The columns of 16 x 16 float32 in memory: four rounds of interleaving row i with row i + 8."""
     rows = [
         builder.load(at(builder, builder.add(source, builder.mul(stride, I64(i))), V16F), align=4) for i in range(16)
     ]
@@ -382,7 +392,13 @@ def _transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
     ]
     for _ in range(4):
         rows = [builder.shuffle_vector(rows[i], rows[i + 8], mask) for i in range(8) for mask in masks]
-    for j, row in enumerate(rows):
+    return rows
+
+
+def _transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
+    """out[j, i] = source[i, j] for 16 x 16 float32."""
+    source, stride, out = args
+    for j, row in enumerate(_transposed(builder, source, stride)):
         builder.store(row, at(builder, out, V16F, 64 * j), align=4)
     builder.ret_void()
 
@@ -391,3 +407,42 @@ def _transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
 def transpose_16(typingctx, source, stride, out):
     """See _transpose. `stride` is the bytes from one source row to the next; out rows are contiguous."""
     return types.void(*[types.int64] * 3), _single("transpose_16", 3, _transpose)
+
+
+def _q80_transposed(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
+    """Two 16 x 16 float32 blocks [16 columns][16 tokens] to one block of a Q80 weight tile whose rows are the columns.
+
+    scale = amax / 127, rounded up to 11 bits so that float16 holds it exactly; a value is rounded to even.
+    """
+    first, second, out, scales = args
+    values = [row for source in (first, second) for row in _transposed(builder, source, I64(64))]
+    words = ir.VectorType(I32, 16)
+    largest = filled(V16F, 0.0)
+    for value in values:
+        size = call(builder, "llvm.fabs.v16f32", V16F, [value])
+        largest = builder.select(builder.fcmp_ordered(">", size, largest), size, largest)
+    bits = builder.bitcast(builder.fmul(largest, filled(V16F, 1 / 127)), words)
+    bits = builder.and_(builder.add(bits, filled(words, 0x1FFF)), filled(words, -0x2000))
+    least = filled(words, 113 << 23)  # 2^-14, float16's smallest normal number
+    bits = builder.select(builder.icmp_signed("<", bits, least), least, bits)
+    half = builder.lshr(builder.sub(bits, filled(words, 112 << 23)), filled(words, 13))
+    shorts = ir.VectorType(I16, 16)
+    builder.store(builder.trunc(half, shorts), at(builder, scales, shorts), align=2)
+    inverse = builder.fdiv(filled(V16F, 1.0), builder.bitcast(bits, V16F))
+    # Adding 1.5 * 2^23 leaves the rounded value in the low bits; 128 more is the format's offset.
+    shift = filled(V16F, 12582912.0 + 128)
+    for g in range(8):
+        word = None
+        for c in range(4):
+            shifted = call(builder, "llvm.fmuladd.v16f32", V16F, [values[4 * g + c], inverse, shift])
+            byte = builder.and_(builder.bitcast(shifted, words), filled(words, 255))
+            byte = builder.shl(byte, filled(words, 8 * c)) if c else byte
+            word = byte if word is None else builder.or_(word, byte)
+        builder.store(word, at(builder, out, words, 64 * g), align=4)
+    builder.ret_void()
+
+
+@intrinsic
+def q80_transposed(typingctx, first, second, out, scales):
+    """See _q80_transposed. Four addresses."""
+    return types.void(*[types.int64] * 4), _single("q80_transposed", 4, _q80_transposed)

@@ -33,7 +33,7 @@ class Isa:
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa("avx512vnni", frozenset({"avx512f", "avx512bw", "avx512vnni", "avx2", "fma", "f16c"}), 16, 14, True),
+        Isa("avx512vnni", frozenset({"avx512f", "avx512bw", "avx512vnni", "avx2", "fma", "f16c"}), 16, 16, True),
         Isa("avx2", frozenset({"avx2", "fma", "f16c"}), 8, 6, True),
         Isa("generic", frozenset(), 4, 2, False),
     )
