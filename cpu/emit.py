@@ -30,6 +30,9 @@ from ddllm_vk.cpu.isa import TILE, Isa
 #: The most activation rows a row tile has with the active instruction set.
 ROWS = isa.ACTIVE.rows
 
+# Weights come from memory once a pass: they are asked for this many bytes (28 blocks of Q40) before they are needed.
+_PREFETCH = 8192
+
 #: Writes a function's instructions, given its arguments (int64).
 Emit = Callable[[ir.IRBuilder, list[ir.Value]], None]
 
@@ -44,6 +47,12 @@ def _word(
         four = builder.load(at(builder, row, ir.VectorType(ty, 4), 4 * first), align=4)
         return lanes_of(builder, four, [index - first] * lanes)
     return splat(builder, builder.load(at(builder, row, ty, 4 * index), align=4), lanes)
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line at an address, which may lie anywhere, to be brought into the second-level cache."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(2), I32(1)])
 
 
 def loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: Callable) -> list[ir.Value]:
@@ -78,6 +87,12 @@ class _Int8Tile:
         self.dot = DOTS[target.name](fmt, target.lanes)
         self.block_bytes = 256 if fmt == "q40" else 512
         self.floats = ir.VectorType(F32, target.lanes)
+
+    def _prefetch(self, builder, weights, b, sub):
+        """The first pass over a weight tile fetches what comes after it."""
+        ahead = builder.add(weights, builder.add(builder.mul(b, I64(self.block_bytes)), I64(_PREFETCH)))
+        for line in range(0, self.block_bytes if sub == 0 else 0, 64):
+            prefetch(builder, builder.add(ahead, I64(line)))
 
     def _operands(self, builder, weights, b, sub, steps):
         """The weight operands of some steps of block b, each with the activations' word it is multiplied with."""
@@ -114,6 +129,7 @@ class _Int8Tile:
         for sub in range(TILE // self.lanes):
 
             def body(b, totals, sub=sub):
+                self._prefetch(builder, weights, b, sub)
                 operands = self._operands(builder, weights, b, sub, range(self.dot.steps))
                 weight_scale = self._weight_scale(builder, weight_scales, b, sub)
                 first = builder.mul(b, I64(m))
@@ -145,6 +161,7 @@ class _Int8Tile:
         for sub in range(TILE // self.lanes):
 
             def block(b, _, sub=sub):
+                self._prefetch(builder, weights, b, sub)
                 weight_scale = self._weight_scale(builder, weight_scales, b, sub)
                 first = builder.mul(b, m)
                 for phase in phases:
@@ -385,13 +402,17 @@ def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return rows
 
 
+def _rows(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value) -> list[ir.Value]:
+    """Sixteen rows of sixteen float32, `stride` bytes apart."""
+    return [
+        builder.load(at(builder, builder.add(source, builder.mul(stride, I64(i))), V16F), align=4) for i in range(16)
+    ]
+
+
 def emit_transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
     """out[j, i] = source[i, j] for 16 x 16 float32."""
     source, stride, out = args
-    rows = [
-        builder.load(at(builder, builder.add(source, builder.mul(stride, I64(i))), V16F), align=4) for i in range(16)
-    ]
-    for j, row in enumerate(transposed(builder, rows)):
+    for j, row in enumerate(transposed(builder, _rows(builder, source, stride))):
         builder.store(row, at(builder, out, V16F, 64 * j), align=4)
     builder.ret_void()
 
@@ -400,3 +421,42 @@ def emit_transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
 def transpose_16(typingctx, source, stride, out):
     """See emit_transpose. `stride` is the bytes from one source row to the next; out rows are contiguous."""
     return types.void(*[types.int64] * 3), single("transpose_16", 3, emit_transpose)
+
+
+def emit_q80_transposed(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
+    """Two 16 x 16 float32 blocks [16 columns][16 tokens] to one block of a Q80 weight tile whose rows are the columns.
+
+    scale = amax / 127, rounded up to 11 bits so that float16 holds it exactly; a value is rounded to even.
+    """
+    first, second, out, scales = args
+    values = [row for source in (first, second) for row in transposed(builder, _rows(builder, source, I64(64)))]
+    words = ir.VectorType(I32, 16)
+    largest = filled(V16F, 0.0)
+    for value in values:
+        size = call(builder, "llvm.fabs.v16f32", V16F, [value])
+        largest = builder.select(builder.fcmp_ordered(">", size, largest), size, largest)
+    bits = builder.bitcast(builder.fmul(largest, filled(V16F, 1 / 127)), words)
+    bits = builder.and_(builder.add(bits, filled(words, 0x1FFF)), filled(words, -0x2000))
+    least = filled(words, 113 << 23)  # 2^-14, float16's smallest normal number
+    bits = builder.select(builder.icmp_signed("<", bits, least), least, bits)
+    half = builder.lshr(builder.sub(bits, filled(words, 112 << 23)), filled(words, 13))
+    shorts = ir.VectorType(I16, 16)
+    builder.store(builder.trunc(half, shorts), at(builder, scales, shorts), align=2)
+    inverse = builder.fdiv(filled(V16F, 1.0), builder.bitcast(bits, V16F))
+    # Adding 1.5 * 2^23 leaves the rounded value in the low bits; 128 more is the format's offset.
+    shift = filled(V16F, 12582912.0 + 128)
+    for g in range(8):
+        word = None
+        for c in range(4):
+            shifted = call(builder, "llvm.fmuladd.v16f32", V16F, [values[4 * g + c], inverse, shift])
+            byte = builder.and_(builder.bitcast(shifted, words), filled(words, 255))
+            byte = builder.shl(byte, filled(words, 8 * c)) if c else byte
+            word = byte if word is None else builder.or_(word, byte)
+        builder.store(word, at(builder, out, words, 64 * g), align=4)
+    builder.ret_void()
+
+
+@intrinsic
+def q80_transposed(typingctx, first, second, out, scales):
+    """See emit_q80_transposed. Four addresses."""
+    return types.void(*[types.int64] * 4), single("q80_transposed", 4, emit_q80_transposed)

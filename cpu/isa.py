@@ -52,7 +52,7 @@ _AVX512 = ("avx512f", "avx512bw", *_AVX2)
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa("avx512vnni", "x86-64", (_needs("avx512vnni", *_AVX512),), 16, 14),
+        Isa("avx512vnni", "x86-64", (_needs("avx512vnni", *_AVX512),), 16, 16),
         # AVX-512 encodes the same 256-bit instruction, so that what has VNNI in either form can run this
         Isa("avxvnni", "x86-64", (_needs("avxvnni", *_AVX2), _needs("avx512vnni", "avx512vl", *_AVX2)), 8, 6, 8),
         Isa("avx512", "x86-64", (_needs(*_AVX512),), 16, 14),

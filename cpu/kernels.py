@@ -22,7 +22,7 @@ from ddllm_vk.cpu.rowwise import (
     router,
     store_rows,
 )
-from ddllm_vk.cpu.soft import soft_embedding, soft_embedding_of_logits, sparse_rows
+from ddllm_vk.cpu.soft import soft_embedding, soft_embedding_of_logits, sparse_rows, table_mean
 from ddllm_vk.cpu.threads import ThreadPool
 from ddllm_vk.cpu.weights import DenseWeight, PackedQ40, PackedQ80, Weight, pack, unpack
 
@@ -57,5 +57,6 @@ __all__ = [
     "soft_embedding_of_logits",
     "sparse_rows",
     "store_rows",
+    "table_mean",
     "unpack",
 ]

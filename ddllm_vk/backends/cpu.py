@@ -25,6 +25,7 @@ class CpuOps:
         self.quantized = activations == "q80"
         self.pool = ThreadPool(threads)
         self.arena = Arena()
+        self._mean: tuple[Any, np.ndarray] | None = None  # the embedding table and its mean row
 
     def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
@@ -152,8 +153,10 @@ class CpuOps:
 
     def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
         stats, table = statistics.soft
+        if self._mean is None or self._mean[0] is not table:
+            self._mean = (table, kernels.table_mean(self.pool, table))
         out = np.empty((len(stats.argmax), table.shape[1]), dtype=F32)
-        return kernels.soft_embedding(self.pool, stats, table, scale, out)[:rows]
+        return kernels.soft_embedding(self.pool, stats, table, self._mean[1], scale, out)[:rows]
 
     def soft_embedding_of_logits(self, z: np.ndarray, table: Any, scale: float) -> np.ndarray:
         out = np.empty((z.shape[0], table.shape[1]), dtype=F32)
@@ -163,6 +166,7 @@ class CpuOps:
         return np.array(x, dtype=F32)
 
     def close(self) -> None:
+        self._mean = None
         self.pool.close()
 
     def _quantized_table(self, table: Any) -> bool:
