@@ -34,6 +34,7 @@ def functions(target: isa.Isa) -> dict:
         "q40_block_to_floats": (3, emit.emit_block_to_floats(target, "q40")),
         "q80_block_to_floats": (3, emit.emit_block_to_floats(target, "q80")),
         "transpose_16": (3, emit.emit_transpose),
+        "q80_transposed": (4, emit.emit_q80_transposed),
         "halves": (2, halves),
     }
 
@@ -108,6 +109,20 @@ def test_transpose(arm):
     source, out = rng.standard_normal((16, 21), np.float32), np.empty((16, 16), np.float32)
     run("transpose_16", source, source.strides[0], out)
     assert np.array_equal(out, source[:, :16].T)
+
+
+def test_transposition_to_q80(arm):
+    """One block of a weight tile whose rows are the columns of 32 x 16 values, to half a step of the scale."""
+    _, run = arm
+    values = rng.standard_normal((2, 16, 16), np.float32) * rng.choice([1e-3, 1, 100], 16).astype(np.float32)[:, None]
+    block, scales = np.empty((8, 16, 4), np.uint8), np.empty(16, np.float16)
+    run("q80_transposed", *values, block, scales)
+    stored = (block.astype(np.int64) - 128).swapaxes(1, 2).reshape(32, 16) * scales.astype(np.float64)
+    expected = values.swapaxes(1, 2).reshape(32, 16)
+    assert (np.abs(stored - expected) <= 0.5001 * scales.astype(np.float64)).all()
+    largest = np.abs(expected).max(axis=0)
+    assert (scales >= largest / 127).all()
+    assert (scales <= np.maximum(largest / 127 * (1 + 2**-10), 2**-14)).all()  # float16's smallest normal number
 
 
 def test_float16(arm):
