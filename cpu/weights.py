@@ -23,7 +23,7 @@ from ddllm_vk.cpu.intrinsics import (
 )
 from ddllm_vk.cpu.isa import TILE
 from ddllm_vk.cpu.jit import kernel
-from ddllm_vk.cpu.memory import address_of, aligned_empty
+from ddllm_vk.cpu.memory import address_of, mapped_empty
 from ddllm_vk.cpu.threads import ThreadPool
 from ddllm_vk.errors import InputError
 from ddllm_vk.quants import BLOCK, BLOCK_BYTES, QUANTIZED
@@ -185,11 +185,11 @@ def empty(fmt: str, shape: tuple[int, ...]) -> Weight:
     if fmt in QUANTIZED:
         if columns % BLOCK:
             raise InputError(f"{fmt} needs a multiple of {BLOCK} inputs, not {columns}")
-        payload = BLOCK_BYTES[fmt] - 2
-        data = aligned_empty(tiles * TILE * columns // BLOCK * payload, np.uint8)
-        scales = aligned_empty(tiles * TILE * columns // BLOCK, np.uint16)
+        blocks = tiles * TILE * columns // BLOCK
+        memory = mapped_empty(blocks * BLOCK_BYTES[fmt])
+        data, scales = memory[: -2 * blocks], memory[-2 * blocks :].view(np.uint16)
     else:
-        data = aligned_empty(tiles * TILE * columns * np.dtype(_DENSE_DTYPES[fmt]).itemsize, np.uint8)
+        data = mapped_empty(tiles * TILE * columns * np.dtype(_DENSE_DTYPES[fmt]).itemsize)
         scales = _NO_SCALES
     return _CLASSES[fmt](tuple(int(n) for n in shape), fmt, data, scales)
 

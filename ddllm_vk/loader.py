@@ -194,6 +194,7 @@ def _upload(
     formats = {t.name: _upload_format(t, t.role, weights, embedding) for t in tensors}
     total, done, size = sum(t.nbytes for t in tensors), 0, 0
     needed = sum(tensor_bytes(formats[t.name], t.shape) for t in tensors)
+    # Where the system cannot keep the files beside the weights, it would evict what is still to be read.
     keep_cached = psutil.virtual_memory().available >= needed + total
     w = ModelWeights(
         None, None, {}, [{} for _ in config.layers], [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers
