@@ -17,7 +17,6 @@ from ddllm_vk.cpu.intrinsics import (
     load_u32,
     store_u16,
     store_u32,
-    take,
     transpose_u16,
     transpose_u32,
 )
@@ -108,13 +107,6 @@ Q40, Q80, F32, F16, BF16 = range(5)
 FORMAT_CODES = {"q40": Q40, "q80": Q80, "f32": F32, "f16": F16, "bf16": BF16}
 _CLASSES = {"q40": PackedQ40, "q80": PackedQ80, "f32": DenseWeight, "f16": DenseWeight, "bf16": DenseWeight}
 _DENSE_DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
-
-
-@kernel
-def _next(counter, jobs, grain):
-    """The first job of the next grain, or -1."""
-    first = take(counter, grain)
-    return first if first < jobs else -1
 
 
 @kernel
@@ -231,10 +223,12 @@ def pack_rows(
     def row_of(tile: int) -> int:
         return tile // weight.tiles * weight.rows + tile % weight.tiles * TILE
 
-    def work(counter: np.ndarray, jobs: int, grain: int) -> None:
-        """Job: a tile."""
-        while (first := _next(counter, jobs, grain)) >= 0:
-            last = min(first + grain, jobs)
+    chunks = iter(range(0, tiles, grain))
+
+    def work(*_: object) -> None:
+        """Packs chunks until there are no more; threads share the iterator, whose steps the interpreter keeps apart."""
+        for first in chunks:
+            last = min(first + grain, tiles)
             start, count = row_of(first), row_of(last) - row_of(first)
             rows = read(start, count)
             if rows.dtype != dtype or rows.size != count * elements or not rows.flags.c_contiguous:
