@@ -173,11 +173,11 @@ def _make_ops(backend: str, config: ModelConfig, activations: str, threads: int 
     return CpuOps(config.rms_norm_eps, activations, threads)
 
 
-def _upload_format(tensor: StoredTensor, role: str, weights: str, embedding: str) -> str:
+def _upload_format(tensor: StoredTensor, weights: str, embedding: str) -> str:
     """The format a tensor is uploaded in, for load_model's `weights` and `embedding`."""
-    if role == "float":
+    if tensor.role == "float":
         return "f32"
-    wanted = embedding if weights == "q40" and role == "embedding" else weights
+    wanted = embedding if weights == "q40" and tensor.role == "embedding" else weights
     if wanted == "stored" or (wanted in QUANTIZED and tensor.shape[-1] % BLOCK):
         return tensor.format
     if wanted == "f32":  # f16 and bf16 are widened tile by tile: the same values
@@ -191,7 +191,7 @@ def _upload(
     config = checkpoint.config
     # in the order in which they lie in the files, which a disk reads best
     tensors = sorted(checkpoint.tensors.values(), key=lambda t: (t.file, t.start))
-    formats = {t.name: _upload_format(t, t.role, weights, embedding) for t in tensors}
+    formats = {t.name: _upload_format(t, weights, embedding) for t in tensors}
     total, done, size = sum(t.nbytes for t in tensors), 0, 0
     needed = sum(tensor_bytes(formats[t.name], t.shape) for t in tensors)
     # Where the system cannot keep the files beside the weights, it would evict what is still to be read.

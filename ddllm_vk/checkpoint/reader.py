@@ -116,7 +116,7 @@ class StoredTensor:
         rows = np.empty(shape, dtype)
         start = self.start + first * (self.nbytes // self.rows)
         try:
-            self._opened.read_into(memoryview(rows.reshape(-1).view(np.uint8)), start)
+            self._opened.read_into(rows.reshape(-1).view(np.uint8).data, start)
             if not keep_cached:
                 self._opened.uncache(start, start + rows.nbytes)
         except EOFError:
