@@ -4,20 +4,22 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
-from .checkpoint import Checkpoint, StoredTensor, expected_tensors, open_checkpoint
+from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from .config import GenerationDefaults, ModelConfig
 from .diffusion import GenerationConfig, GenerationStats, OnCanvas, OnStep, Result, denoise
 from .errors import InputError
 from .model import ModelWeights
 from .noise import NoiseSource
-from .ops import Ops, Weight
-from .quants import BLOCK, BLOCK_BYTES, QUANTIZED, dequantize, quantize
+from .ops import Ops
+from .quants import BLOCK, QUANTIZED, dequantize, quantize, tensor_bytes
 from .session import Session
 from .tokenizer import Tokenizer
 
@@ -25,8 +27,6 @@ Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
 
 #: the model that comes with the package
 BUNDLED_MODEL = Path(__file__).resolve().parent / "models" / "demo"
-
-_CHUNK_VALUES = 8 << 20  #: weights quantised at a time while loading
 
 
 class Model:
@@ -173,11 +173,11 @@ def _make_ops(backend: str, config: ModelConfig, activations: str, threads: int 
     return CpuOps(config.rms_norm_eps, activations, threads)
 
 
-def _upload_format(tensor: StoredTensor, role: str, weights: str, embedding: str) -> str:
+def _upload_format(tensor: StoredTensor, weights: str, embedding: str) -> str:
     """The format a tensor is uploaded in, for load_model's `weights` and `embedding`."""
-    if role == "float":
+    if tensor.role == "float":
         return "f32"
-    wanted = embedding if weights == "q40" and role == "embedding" else weights
+    wanted = embedding if weights == "q40" and tensor.role == "embedding" else weights
     if wanted == "stored" or (wanted in QUANTIZED and tensor.shape[-1] % BLOCK):
         return tensor.format
     if wanted == "f32":  # f16 and bf16 are widened tile by tile: the same values
@@ -189,21 +189,24 @@ def _upload(
     ops: Ops, checkpoint: Checkpoint, weights: str, embedding: str, progress: Progress | None
 ) -> tuple[ModelWeights, int]:
     config = checkpoint.config
-    specs = expected_tensors(config)
-    total = sum(checkpoint.tensors[name].nbytes for name in specs)
-    done = size = 0
+    # in the order in which they lie in the files, which a disk reads best
+    tensors = sorted(checkpoint.tensors.values(), key=lambda t: (t.file, t.start))
+    formats = {t.name: _upload_format(t, weights, embedding) for t in tensors}
+    total, done, size = sum(t.nbytes for t in tensors), 0, 0
+    needed = sum(tensor_bytes(formats[t.name], t.shape) for t in tensors)
+    # Where the system cannot keep the files beside the weights, it would evict what is still to be read.
+    keep_cached = psutil.virtual_memory().available >= needed + total
     w = ModelWeights(
         None, None, {}, [{} for _ in config.layers], [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers
     )
-    for name, spec in specs.items():
-        tensor = checkpoint.tensors[name]
-        tensor.check_finite()
-        kind, layer, short = _split_name(name)
+    for tensor in tensors:
+        read = partial(_read_rows, tensor, formats[tensor.name], keep_cached)
+        kind, layer, short = _split_name(tensor.name)
         if short == "layer_scalar":
             scalars = w.encoder_layer_scalar if kind == "encoder" else w.decoder_layer_scalar
-            scalars[layer] = float(tensor.float32().reshape(()))
+            scalars[layer] = float(read(0, 1).reshape(()))
         else:
-            weight = _upload_tensor(ops, tensor, _upload_format(tensor, spec.role, weights, embedding))
+            weight = ops.upload(formats[tensor.name], read, tensor.shape)
             size += ops.weight_bytes(weight)
             if kind == "layer":
                 w.layers[layer][short] = weight
@@ -211,7 +214,6 @@ def _upload(
                 w.self_conditioning[short] = weight
             else:
                 setattr(w, short, weight)
-        tensor.release()
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)
@@ -230,22 +232,10 @@ def _split_name(name: str) -> tuple[str, int, str]:
     return "top", -1, parts[2]
 
 
-def _upload_tensor(ops: Ops, tensor: StoredTensor, fmt: str) -> Weight:
+def _read_rows(tensor: StoredTensor, fmt: str, keep_cached: bool, first: int, count: int) -> np.ndarray:
+    """Rows first..first+count of a tensor, converted to `fmt`."""
+    rows = tensor.read_rows(first, count, keep_cached)
     if fmt == tensor.format:
-        return ops.upload(fmt, tensor.raw(), tensor.shape)
-    if tensor.format in QUANTIZED or fmt == "f32":
-        values = tensor.float32()
-        return ops.upload(fmt, values if fmt == "f32" else quantize(fmt, values), tensor.shape)
-    rows, k = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
-    blocks = np.empty((rows, k // BLOCK, BLOCK_BYTES[fmt]), dtype=np.uint8)
-    for start, values in _row_chunks(tensor, rows, k):
-        blocks[start : start + len(values)] = quantize(fmt, values)
-    return ops.upload(fmt, blocks.reshape(*tensor.shape[:-1], k // BLOCK, BLOCK_BYTES[fmt]), tensor.shape)
-
-
-def _row_chunks(tensor: StoredTensor, rows: int, k: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The tensor's values as float32 [some rows, k], a bounded number at a time."""
-    raw = tensor.raw().reshape(rows, k)
-    step = max(_CHUNK_VALUES // k, 1)
-    for start in range(0, rows, step):
-        yield start, dequantize(tensor.format, raw[start : start + step])
+        return rows
+    values = dequantize(tensor.format, rows)
+    return values if fmt == "f32" else quantize(fmt, values)

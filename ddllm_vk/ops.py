@@ -4,7 +4,7 @@ Handles of device arrays are opaque to the model. Rows are float32 [rows, column
 returned. CPU Ops compute at once; an Ops that records may replay later, so the model must not look into a handle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +13,8 @@ import numpy as np
 
 Array = Any  #: float32 rows on the device
 Weight = Any  #: a weight in the device's own layout
+#: (first, count) -> rows first..first+count of a tensor seen as a matrix [rows, K], contiguous, as their file has them
+ReadRows = Callable[[int, int], np.ndarray]
 
 
 @dataclass
@@ -28,8 +30,11 @@ class HeadStatistics:
 class Ops(Protocol):
     """One backend. Sizes are checked by the backend before a kernel runs."""
 
-    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Weight:
-        """A tensor's file bytes (quants.py) to the device's layout: [N, K], [E, N, K], or a vector (float32)."""
+    def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Weight:
+        """A tensor's file bytes (quants.py) to the device's layout: [N, K], [E, N, K], or a vector (float32).
+
+        `read` may be called from several threads; with some rows at a time a tensor is never held twice.
+        """
         ...
 
     def weight_bytes(self, weight: Weight) -> int: ...

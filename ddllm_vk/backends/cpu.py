@@ -8,8 +8,8 @@ import numpy as np
 
 from ..cpu import kernels
 from ..cpu.threads import ThreadPool
-from ..cpu.weights import pack
-from ..ops import HeadStatistics
+from ..cpu.weights import pack_rows
+from ..ops import HeadStatistics, ReadRows
 from ..quants import QUANTIZED
 from .arena import Arena
 
@@ -27,10 +27,10 @@ class CpuOps:
         self.arena = Arena()
         self._mean: tuple[Any, np.ndarray] | None = None  # the embedding table and its mean row
 
-    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
+    def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
-            return np.array(raw, dtype=F32).reshape(shape)
-        return pack(fmt, raw, shape, self.pool)
+            return np.array(read(0, 1), dtype=F32).reshape(shape)
+        return pack_rows(fmt, read, shape, self.pool)
 
     def weight_bytes(self, weight: Any) -> int:
         return weight.nbytes

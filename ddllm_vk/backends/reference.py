@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..cpu import reference as kernels
-from ..ops import HeadStatistics
+from ..ops import HeadStatistics, ReadRows
 from ..quants import QUANTIZED, dequantize
 
 F32 = np.float32
@@ -20,8 +20,8 @@ class ReferenceOps:
         self.eps = eps
         self.quantized = activations == "q80"
 
-    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
-        weight = dequantize(fmt, raw).reshape(shape).astype(F32)
+    def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
+        weight = dequantize(fmt, read(0, int(np.prod(shape[:-1])))).reshape(shape).astype(F32)
         # only Q40 and Q80 weights are multiplied with Q80 activations
         return _Quantized(weight) if fmt in QUANTIZED else weight
 
