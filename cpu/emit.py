@@ -150,7 +150,7 @@ def _block_dot(builder, fmt, weights, broadcasts, start):
     return _dot_generic(builder, weights, broadcasts, start, signed=fmt == "q80")
 
 
-def _loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: Callable) -> list[ir.Value]:
+def loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: Callable) -> list[ir.Value]:
     """for i in range(count): state = body(i, state), the state in registers; count must be at least 1."""
     before = builder.block
     block = builder.append_basic_block("loop")
@@ -167,6 +167,16 @@ def _loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: C
     builder.cbranch(builder.icmp_signed("<", following, count), block, after)
     builder.position_at_end(after)
     return final
+
+
+def reduced(builder: ir.IRBuilder, vector: ir.Value, combine: Callable) -> ir.Value:
+    """The sixteen lanes combined in a tree, as a scalar."""
+    width = 16
+    while width > 1:
+        width //= 2
+        low, high = (ir.Constant(ir.VectorType(I32, width), list(range(f, f + width))) for f in (0, width))
+        vector = combine(builder.shuffle_vector(vector, vector, low), builder.shuffle_vector(vector, vector, high))
+    return builder.extract_element(vector, I32(0))
 
 
 def _int8_tile(fmt: str, m: int) -> Callable:
@@ -202,7 +212,7 @@ def _int8_tile(fmt: str, m: int) -> Callable:
                     result.append(call(builder, f"llvm.fmuladd.v{_LANES}f32", _FLOATS, [number, scale, total]))
                 return result
 
-            totals = _loop(builder, blocks, [filled(_FLOATS, 0.0)] * m, body)
+            totals = loop(builder, blocks, [filled(_FLOATS, 0.0)] * m, body)
             for i, total in enumerate(totals):
                 row = builder.add(out, builder.mul(out_stride, I64(i)))
                 builder.store(total, at(builder, row, _FLOATS, 4 * _LANES * sub), align=4)
@@ -228,7 +238,7 @@ def _float_tile(m: int) -> Callable:
                 result.append(call(builder, "llvm.fmuladd.v16f32", V16F, [value, weight, total]))
             return result
 
-        totals = _loop(builder, count, [builder.load(row, align=4) for row in rows], body)
+        totals = loop(builder, count, [builder.load(row, align=4) for row in rows], body)
         for total, row in zip(totals, rows, strict=True):
             builder.store(total, row, align=4)
         builder.ret_void()
@@ -312,7 +322,7 @@ def _inline(emit: Callable):
     return codegen
 
 
-def _single(name: str, count: int, emit: Callable):
+def single(name: str, count: int, emit: Callable):
     def codegen(context, builder, signature, args):
         builder.call(_function(builder.module, f"ddllm_vk.{name}", count, emit), args)
         return context.get_dummy_value()
@@ -323,13 +333,13 @@ def _single(name: str, count: int, emit: Callable):
 @intrinsic
 def q40_block_to_floats(typingctx, block, scales, out):
     """See _dequantise_block."""
-    return types.void(*[types.int64] * 3), _single("q40_block_to_floats", 3, _dequantise_block("q40"))
+    return types.void(*[types.int64] * 3), single("q40_block_to_floats", 3, _dequantise_block("q40"))
 
 
 @intrinsic
 def q80_block_to_floats(typingctx, block, scales, out):
     """See _dequantise_block."""
-    return types.void(*[types.int64] * 3), _single("q80_block_to_floats", 3, _dequantise_block("q80"))
+    return types.void(*[types.int64] * 3), single("q80_block_to_floats", 3, _dequantise_block("q80"))
 
 
 def _row_block(fmt: str) -> Callable:
@@ -370,19 +380,24 @@ def q80_row_block(typingctx, block, scale, out):
     return types.void(types.int64, types.float32, types.int64), _inline(_row_block("q80"))
 
 
-def _transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
-    """out[j, i] = source[i, j] for 16 x 16 float32: four rounds of interleaving row i with row i + 8."""
-    source, stride, out = args
-    rows = [
-        builder.load(at(builder, builder.add(source, builder.mul(stride, I64(i))), V16F), align=4) for i in range(16)
-    ]
+def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """The columns of sixteen vectors of sixteen: four rounds of interleaving row i with row i + 8."""
     masks = [
         ir.Constant(ir.VectorType(I32, 16), [lane // 2 + half + 16 * (lane % 2) for lane in range(16)])
         for half in (0, 8)
     ]
     for _ in range(4):
         rows = [builder.shuffle_vector(rows[i], rows[i + 8], mask) for i in range(8) for mask in masks]
-    for j, row in enumerate(rows):
+    return rows
+
+
+def _transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
+    """out[j, i] = source[i, j] for 16 x 16 float32."""
+    source, stride, out = args
+    rows = [
+        builder.load(at(builder, builder.add(source, builder.mul(stride, I64(i))), V16F), align=4) for i in range(16)
+    ]
+    for j, row in enumerate(transposed(builder, rows)):
         builder.store(row, at(builder, out, V16F, 64 * j), align=4)
     builder.ret_void()
 
@@ -390,4 +405,4 @@ def _transpose(builder: ir.IRBuilder, args: list[ir.Value]) -> None:
 @intrinsic
 def transpose_16(typingctx, source, stride, out):
     """See _transpose. `stride` is the bytes from one source row to the next; out rows are contiguous."""
-    return types.void(*[types.int64] * 3), _single("transpose_16", 3, _transpose)
+    return types.void(*[types.int64] * 3), single("transpose_16", 3, _transpose)

@@ -1,6 +1,7 @@
 """A model whose passes cost nothing: tests of the command line without weights. Run as a script it is the command line.
 
-The reply, the steps it takes and their pace come from the environment: FAKE_REPLY, FAKE_STEPS, FAKE_STEP_SECONDS.
+The reply, the steps it takes and the pace come from the environment: FAKE_REPLY, FAKE_STEPS, FAKE_STEP_SECONDS,
+FAKE_CHUNK_SECONDS.
 """
 
 import os
@@ -30,8 +31,15 @@ class FakeSession:
     def reset(self) -> None:
         self.canvas, self.length = -1, 0
 
-    def encode(self, ids: np.ndarray) -> None:
+    def encode(self, ids: np.ndarray, on_encode: Any = None) -> bool:
+        """As long as FAKE_CHUNK_SECONDS for every 16 tokens."""
+        for start in range(0, len(ids), 16):
+            time.sleep(float(os.environ.get("FAKE_CHUNK_SECONDS", "0")))
+            done = min(start + 16, len(ids))
+            if on_encode is not None and on_encode(done, len(ids)) is False:
+                return False
         self.length += len(ids)
+        return True
 
     def begin_canvas(self) -> None:
         self.canvas, self.step = self.canvas + 1, 0
@@ -52,7 +60,7 @@ class FakeModel(Model):
     def __init__(self, path: Path, reply: str, steps: int, step_seconds: float):
         config = load_config(path)
         defaults = GenerationDefaults(max_new_tokens=64, eos_token_ids=(1, 6))
-        super().__init__(path, config, defaults, Tokenizer.from_folder(path), None, None, 1000)
+        super().__init__(path, config, defaults, Tokenizer.from_folder(path), None, None, 1000, "f16")
         self.reply = self.tokenizer.encode(reply, add_special_tokens=False)
         self.steps, self.step_seconds = steps, step_seconds
 
