@@ -67,10 +67,14 @@ def layer_capacity(config: ModelConfig, layer: int, positions: int) -> int:
 
 
 def layer_bytes(config: ModelConfig, layer: int, positions: int, fmt: str) -> int:
-    """Bytes of a layer's K and V, exactly as allocated. Rows are padded to whole blocks of 32 values."""
+    """Bytes of a layer's K and V, exactly as allocated."""
     spec = config.layers[layer]
-    row = -(-spec.head_dim // BLOCK) * BLOCK_BYTES[fmt]
-    return 2 * spec.num_key_value_heads * layer_capacity(config, layer, positions) * row
+    return 2 * spec.num_key_value_heads * layer_capacity(config, layer, positions) * row_bytes(fmt, spec.head_dim)
+
+
+def row_bytes(fmt: str, head_dim: int) -> int:
+    """Bytes of one slot's key or value of one KV head, padded to whole blocks of 32 values."""
+    return _up(head_dim, BLOCK) // BLOCK * BLOCK_BYTES[fmt]
 
 
 def _up(count: int, multiple: int) -> int:

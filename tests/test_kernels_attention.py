@@ -31,6 +31,11 @@ def largest_error(fmt: str, v: np.ndarray) -> float:
     return np.abs(v).max(initial=0) / 128 if NARROW and fmt != "f32" else 3e-5
 
 
+@pytest.fixture(scope="module")
+def pool():
+    return ThreadPool(3)
+
+
 def expected_attention(q, k, v, lo, hi):
     rows, heads, size = q.shape
     shared = heads // k.shape[0]

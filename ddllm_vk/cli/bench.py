@@ -11,26 +11,9 @@ from typing import Any
 import click
 
 from ..errors import InputError
-from .options import format_bytes, load, model_options
+from .options import CountList, format_bytes, load, model_options
 
 DEFAULT_CONTEXT = 256
-
-
-class CountList(click.ParamType):
-    """Comma-separated integers that are not negative."""
-
-    name = "N[,N...]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        try:
-            counts = [int(part) for part in str(value).split(",")]
-        except ValueError:
-            self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
-        if min(counts) < 0:
-            self.fail(f"{min(counts)} is negative", param, ctx)
-        return counts
 
 
 @click.command(short_help="Time loading, encoder and canvas passes of a model.")

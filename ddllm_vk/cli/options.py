@@ -18,6 +18,23 @@ class FiniteFloat(click.FloatRange):
         return number
 
 
+class CountList(click.ParamType):
+    """Comma-separated integers that are not negative."""
+
+    name = "N[,N...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            counts = [int(part) for part in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
+        if min(counts) < 0:
+            self.fail(f"{min(counts)} is negative", param, ctx)
+        return counts
+
+
 _MODEL_OPTIONS = (
     click.option("--model", "model_path", type=click.Path(path_type=Path), metavar="PATH",
                  help="A model folder.  [default: the bundled model]"),
