@@ -27,6 +27,7 @@ class FakeSession:
     def __init__(self, config: Any, reply: list[int], steps: int, step_seconds: float):
         self.config, self.reply, self.steps, self.step_seconds = config, reply, steps, step_seconds
         self.canvas, self.step, self.length = -1, 0, 0
+        self.cache = SimpleNamespace(nbytes=1000)
 
     def reset(self) -> None:
         self.canvas, self.length = -1, 0
@@ -40,6 +41,9 @@ class FakeSession:
                 return False
         self.length += len(ids)
         return True
+
+    def fill_with_random_context(self, length: int) -> None:
+        self.canvas, self.length = -1, length
 
     def begin_canvas(self) -> None:
         self.canvas, self.step = self.canvas + 1, 0

@@ -371,15 +371,30 @@ def test_the_second_interrupt_aborts():
     os.close(master)
 
 
+def test_an_interrupt_while_the_prompt_is_read():
+    """Seen after the pass that is running, not when the prompt is through."""
+    environment = {**os.environ, "FAKE_CHUNK_SECONDS": "0.3"}
+    started = subprocess.Popen(
+        [*FAKE, "generate", "a" * 2000], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    time.sleep(1.5)
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=15)
+    assert (started.returncode, out) == (130, b"")
+    assert b"interrupted before a canvas was finished\n" in err
+    assert b"Traceback" not in err
+
+
 # --- a terminal ---
 
 
-def on_terminal(columns: int, rows: int, **environment: str) -> tuple[int, str]:
-    """Exit code and everything written to a terminal of that size."""
+def on_terminal(columns: int, rows: int, *args: str, **environment: str) -> tuple[int, str]:
+    """Exit code of `generate` and everything written to a terminal of that size."""
     master, slave = pty.openpty()
     variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "CI")}
     variables |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(rows), **environment}
-    started = subprocess.Popen([*FAKE, "generate", "a"], env=variables, stdin=slave, stdout=slave, stderr=slave)
+    command = [*FAKE, "generate", *(args or ["a"])]
+    started = subprocess.Popen(command, env=variables, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     seen = b""
     while True:
@@ -409,6 +424,35 @@ def test_a_terminal_shows_the_canvas_and_keeps_the_text():
     lines = ESCAPE.sub("", after).replace("\r", "").split("\n")
     assert lines[0] == "the sky is blue"
     assert lines[1].startswith("prompt 14 tokens")
+
+
+LONG = "a" * 200  # a prompt of 13 chunks of the fake model's
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"]])
+def test_a_long_prompt_shows_how_far_it_is(mode):
+    code, seen = on_terminal(80, 24, LONG, *mode, FAKE_CHUNK_SECONDS="0.12")
+    assert code == 0
+    counts = re.findall(r"([0-9]+)(?: of |/)([0-9]+)", ESCAPE.sub("", seen))
+    total = int(re.findall(r"prompt ([0-9]+) tokens", seen)[0])
+    done = [int(a) for a, b in counts if int(b) == total]
+    assert len(set(done)) >= 4
+    assert done == sorted(done)
+    assert seen.count("reading the prompt") >= 4
+
+
+def test_a_short_wait_shows_no_bar():
+    code, seen = on_terminal(80, 24, LONG, "--json", FAKE_CHUNK_SECONDS="0.001")
+    assert code == 0
+    assert "reading the prompt" not in seen
+
+
+def test_no_bar_without_a_terminal_or_when_quiet():
+    done = process("generate", LONG, "--json", FAKE_CHUNK_SECONDS="0.1")
+    assert b"reading" not in done.stderr
+    code, seen = on_terminal(80, 24, LONG, "--json", "--quiet", FAKE_CHUNK_SECONDS="0.1")
+    assert code == 0
+    assert "reading" not in seen
 
 
 def test_an_interrupt_in_the_live_view_leaves_the_finished_text():
@@ -476,9 +520,21 @@ def test_bench_prints_a_table_and_json(call, tmp_path):
             assert 0 < row[name]["min"] <= row[name]["median"]
     assert figures["peak_memory_bytes"] > 1e6
     assert list(tmp_path.iterdir()) == [target]
+    assert [c["encoded_tokens"] for c in figures["contexts"]] == [8, 16]
+    assert figures["synthetic_context"] is False
     piped = call("bench", "--json", "-")
     assert json.loads(piped.out)["canvas_length"] == 32
     assert "canvas passes" in piped.err
+
+
+def test_bench_at_a_context_that_is_not_encoded(call):
+    """The encoder's time is that of the next tokens after it: one pass, or as many as the model's context still has."""
+    outcome = call("bench", "--context", "8,4000", "--synthetic-context", "--repeat", "1", "--json", "-")
+    assert outcome.code == 0, outcome.err
+    figures = json.loads(outcome.out)
+    assert figures["synthetic_context"] is True
+    assert [(c["context"], c["encoded_tokens"]) for c in figures["contexts"]] == [(8, 256), (4000, 96)]
+    assert "random cache" in outcome.err
 
 
 @pytest.mark.parametrize(
