@@ -220,11 +220,13 @@ def test_options_reach_the_generation(call, monkeypatch):
         "--no-guard",
     ]
     place = ["--model", "some/model", "--threads", "2", "--weights", "q40", "--activations", "f32"]
+    place += ["--kv-cache", "q80"]
     shown = json.loads(call("generate", "a", "--json", "--max-new-tokens", "3", *options, *place).out)
     settings = shown["settings"]
     assert (settings["t_max"], settings["t_min"], settings["entropy_bound"], settings["seed"]) == (0.7, 0.3, 0.2, 9)
     assert (settings["max_denoising_steps"], settings["max_new_tokens"]) == (5, 3)
     assert settings["guard_empty_reply"] is False
+    assert seen["kv_cache"] == "q80"
     assert (seen["path"], seen["threads"], seen["weights"], seen["activations"]) == (
         Path("some/model"),
         2,

@@ -454,6 +454,24 @@ def test_a_context_of_random_numbers():
         session.fill_with_random_context(10**9)
 
 
+def test_a_sessions_buffers_are_allocated_once():
+    model = ddllm_vk.load_model(CHECKPOINT, weights="q40")
+    session, canvas, uniforms = model.session(), np.zeros(32, np.int32), np.full(32, 0.5)
+    session.encode(np.full(800, 9))
+    session.canvas_step(canvas, 0.8, uniforms)
+
+    def buffers():
+        arrays = [array.data for layer in session.cache.layers for array in (layer.k, layer.v)]
+        return [a.ctypes.data for a in (*arrays, session.ops.pool.scratch("attention", np.uint8, 1))]
+
+    before = buffers()
+    session.canvas_step(canvas, 0.8, uniforms)
+    session.reset()
+    session.encode(np.full(800, 9))
+    session.canvas_step(canvas, 0.8, uniforms)
+    assert buffers() == before
+
+
 def test_memory_does_not_grow_with_requests(model, prompt):
     process = psutil.Process()
     sizes = []
