@@ -1,7 +1,7 @@
 """A model whose passes cost nothing: tests of the command line without weights. Run as a script it is the command line.
 
 The reply, the steps it takes and the pace come from the environment: FAKE_REPLY, FAKE_STEPS, FAKE_STEP_SECONDS,
-FAKE_CHUNK_SECONDS.
+FAKE_CHUNK_SECONDS. With FAKE_ANNOUNCE each step is told on stderr.
 """
 
 import os
@@ -49,6 +49,8 @@ class FakeSession:
         self.canvas, self.step = self.canvas + 1, 0
 
     def canvas_step(self, canvas: np.ndarray, temperature: float, uniforms: np.ndarray, forbidden: Any = ()) -> Any:
+        if "FAKE_ANNOUNCE" in os.environ:
+            os.write(2, b"a step begins\n")
         time.sleep(self.step_seconds)
         rows = self.config.canvas_length
         self.step += 1
