@@ -89,20 +89,26 @@ def main() -> None:
         )
         line(f"experts 64 x 3 x 704 x 2816, {each} rows each", seconds, 2 * tokens * 8 * 3 * 704 * hidden, "GOP/s")
 
-    for heads, kv, size, slots in ((16, 8, 256, 256), (16, 8, 256, 1279), (16, 2, 512, 256), (16, 2, 512, 8192)):
-        q, k, v = normal(rows, heads, size), normal(kv, slots, size), normal(kv, slots, size)
-        lo, hi = np.zeros(rows, np.int32), np.full(rows, slots, np.int32)
-        result = np.empty((rows, heads * size), np.float32)
-        seconds = best(
-            max(2, repeat // 5),
-            lambda q=q, k=k, v=v, lo=lo, hi=hi, r=result: kernels.attention(pool, q, k, v, lo, hi, r),
-        )
-        line(
-            f"attention 256 x {slots}, {heads}/{kv} heads of {size}",
-            seconds,
-            4 * rows * heads * size * slots,
-            "GFLOP/s",
-        )
+    # a canvas after 0, 1,024, 8,192 and 32,768 tokens; a sliding layer sees its window and the canvas
+    sliding, full = (16, 8, 256), (16, 2, 512)
+    shapes = [(*sliding, 256), (*sliding, 1279), *((*full, n + 256) for n in (0, 1024, 8192, 32768))]
+    for fmt in ("f16", "q80", "f32"):
+        for heads, kv, size, slots in shapes:
+            q, new = normal(rows, heads, size) / np.float32(size**0.5), normal(rows, kv, size)
+            k, v = (kernels.empty_cache(fmt, kv, -(-slots // 256) * 256, size) for _ in "kv")
+            for cache in (k, v):
+                for slot in range(0, cache.capacity, rows):
+                    kernels.store_rows(pool, new, cache, slot)
+            lo, hi = np.zeros(rows, np.int32), np.full(rows, slots, np.int32)
+            result = np.empty((rows, heads * size), np.float32)
+            seconds = best(
+                max(2, repeat // 5),
+                lambda q=q, k=k, v=v, lo=lo, hi=hi, r=result: kernels.attention(pool, q, k, v, lo, hi, r),
+            )
+            name = f"attention {fmt}, 256 x {slots}, {heads}/{kv} heads of {size}"
+            line(name, seconds, 4 * rows * heads * size * slots, "GFLOP/s")
+        seconds = best(repeat, lambda c=k, x=new: kernels.store_rows(pool, x, c, 0))
+        line(f"store_rows {fmt}, 256 x 2 heads of 512", seconds, new.nbytes + k.nbytes // k.capacity * rows, "GB/s")
 
     tokens = 16384
     table = random_weight(pool, "q80", tokens, hidden)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
+from .cache import FORMATS
 from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from .config import GenerationDefaults, ModelConfig
 from .diffusion import GenerationConfig, GenerationStats, OnCanvas, OnStep, Result, denoise
@@ -20,7 +21,7 @@ from .model import ModelWeights
 from .noise import NoiseSource
 from .ops import Ops
 from .quants import BLOCK, QUANTIZED, dequantize, quantize, tensor_bytes
-from .session import Session
+from .session import OnEncode, Session
 from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
@@ -41,14 +42,16 @@ class Model:
         ops: Ops,
         weights: ModelWeights,
         weight_bytes: int,
+        kv_cache: str,
     ):
         self.path, self.config, self.generation_defaults, self.tokenizer = path, config, defaults, tokenizer
         self.weight_bytes = weight_bytes  #: bytes the weights take on the device
+        self.kv_cache = kv_cache  #: what sessions store keys and values as
         self._ops, self._weights, self._lock = ops, weights, threading.RLock()
 
     def session(self) -> Session:
         """A fresh session with a KV cache of its own."""
-        return Session(self._ops, self._weights, self.config, self._lock)
+        return Session(self._ops, self._weights, self.config, self.kv_cache, self._lock)
 
     def prompt_ids(self, prompt: str | Sequence[Any] | np.ndarray) -> np.ndarray:
         """int32 ids of a prompt: ids as they are, a string as one user message, messages through the chat template."""
@@ -70,9 +73,11 @@ class Model:
         on_step: OnStep | None = None,
         on_canvas: OnCanvas | None = None,
         noise: NoiseSource | None = None,
+        on_encode: OnEncode | None = None,
     ) -> Result:
         """Denoises a reply to token ids, a list of chat messages, or a string (one user message).
 
+        on_step after every denoising step, on_encode after every encoder pass: returning False ends the generation.
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt beyond the context.
         """
         started = time.perf_counter()
@@ -83,7 +88,7 @@ class Model:
         if settings.guard_empty_reply and len(set(settings.eos_token_ids)) >= self.config.vocab_size:
             raise InputError("every token ends the sequence, so no reply can begin; pass guard_empty_reply=False")
         prompt = self.prompt_ids(ids_or_messages)
-        out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas)
+        out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas, on_encode)
         seconds = time.perf_counter() - started
         steps = [c.steps for c in out.canvases]
         stats = GenerationStats(
@@ -122,6 +127,7 @@ def load_model(
     weights: Literal["stored", "f32", "q40"] = "stored",
     embedding: Literal["q80", "q40", "f32"] | None = None,
     activations: Literal["q80", "f32"] = "q80",
+    kv_cache: Literal["f16", "q80", "f32"] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Model:
@@ -131,11 +137,16 @@ def load_model(
     weights: "stored" as the folder has them; "f32" unquantised arithmetic; "q40" quantised while loading, with the
     embedding as `embedding` (q80 if None).
     activations: "q80" inputs of products with quantised weights are quantised too; "f32" they are not, for tests.
+    kv_cache: what keys and values are stored as. None: f16, but f32 where nothing else is rounded: no weight is
+    quantised, or activations="f32". Over an f32 cache attention is computed in float32; over the others its products
+    are of bfloat16 on machines that have instructions for them.
     threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError.
     """
     _check_choice("backend", backend, ("auto", "cpu", "reference"))
     _check_choice("weights", weights, ("stored", "f32", "q40"))
     _check_choice("activations", activations, ("q80", "f32"))
+    if kv_cache is not None:
+        _check_choice("kv_cache", kv_cache, FORMATS)
     if embedding is not None:
         _check_choice("embedding", embedding, ("q80", "q40", "f32"))
         if weights != "q40":
@@ -155,7 +166,16 @@ def load_model(
         except BaseException:
             ops.close()
             raise
-        return Model(checkpoint.path, checkpoint.config, checkpoint.generation_defaults, tokenizer, ops, uploaded, size)
+        return Model(
+            checkpoint.path,
+            checkpoint.config,
+            checkpoint.generation_defaults,
+            tokenizer,
+            ops,
+            uploaded,
+            size,
+            kv_cache or _default_kv_cache(checkpoint, weights, embedding or "q80", activations),
+        )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -183,6 +203,12 @@ def _upload_format(tensor: StoredTensor, weights: str, embedding: str) -> str:
     if wanted == "f32":  # f16 and bf16 are widened tile by tile: the same values
         return "f32" if tensor.format in QUANTIZED else tensor.format
     return wanted
+
+
+def _default_kv_cache(checkpoint: Checkpoint, weights: str, embedding: str, activations: str) -> str:
+    """f32 where nothing else is rounded, else f16: see load_model."""
+    formats = {_upload_format(tensor, weights, embedding) for tensor in checkpoint.tensors.values()}
+    return "f16" if activations == "q80" and formats & set(QUANTIZED) else "f32"
 
 
 def _upload(
