@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import GpuError
 from ..units import format_bytes
-from .buffers import Buffer, Slice, as_slice, largest_buffer
+from .buffers import Buffer, Slice, as_slice
 from .devices import Device, Heap, free_bytes
 from .program import Pipeline, Program, check_value
 from .shaders import Shader, load
@@ -53,7 +53,8 @@ class Recording(ABC):
         if not self.freed:
             self.freed = True
             self.runtime.recordings.remove(self)
-            self._free()
+            if self.runtime.failure is None:
+                self._free()
 
     @abstractmethod
     def _free(self) -> None: ...
@@ -69,11 +70,10 @@ class Runtime(ABC):
         self.device = device
         self.features = features  #: features that shaders may use with this runtime
         self.direct = device.shares_host_memory if direct is None else direct
-        self.largest_buffer = largest_buffer(device.max_storage_buffer_range, device.max_allocation)
+        self.largest_buffer = device.largest_buffer
         self.allocated = 0  #: bytes in buffers
         self.buffers: list[Buffer] = []  #: not freed yet
         self.recordings: list[Recording] = []  #: not freed yet
-        self.closed = False
         self.failure: str | None = None  #: why the device can no longer be used
         self._pipelines: dict[tuple[str, bytes, tuple[Any, ...]], Pipeline] = {}
 
@@ -102,7 +102,8 @@ class Runtime(ABC):
             buffer.mapped = None
             self.buffers.remove(buffer)
             self.allocated -= buffer.nbytes
-            self._free(buffer)
+            if self.failure is None:
+                self._free(buffer)
 
     def require(self, nbytes: int, what: str = "") -> None:
         """GpuError if the device has not `nbytes` free. Call it with the sum before a model is uploaded."""
@@ -158,7 +159,9 @@ class Runtime(ABC):
         self.check_alive()
         target = as_slice(target)
         source = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        if source.size > target.nbytes or target.buffer.freed:
+        if target.buffer.freed:
+            raise GpuError("the buffer was freed")
+        if source.size > target.nbytes:
             raise GpuError(f"{source.size} bytes do not fit a slice of {target.nbytes}")
         if source.size == 0:
             return
@@ -196,18 +199,18 @@ class Runtime(ABC):
         return GpuError(self.failure)
 
     def close(self) -> None:
-        """Gives everything back, buffers and recordings too. The runtime cannot be used after that."""
-        if self.closed:
-            return
-        self.closed = True
+        """Gives everything back, buffers and recordings too. The runtime cannot be used after that.
+
+        Of a device that failed nothing is given back: it may still be at work, and its driver may hang or crash.
+        """
         for recording in list(self.recordings):
             recording.free()
         for buffer in list(self.buffers):
             self.free(buffer)
-        if self.failure is None:
-            self.failure = f"{self.device.title} is closed"
         self._pipelines.clear()
-        self._close()
+        if self.failure is None:
+            self._close()
+            self.failure = f"{self.device.title} is closed"
 
     def __enter__(self) -> Self:
         return self
@@ -225,8 +228,8 @@ class Runtime(ABC):
             )
         x, y, z = workgroup
         sizes = self.device.max_workgroup_size
-        too_large = any(n > most for n, most in zip(workgroup, sizes, strict=True))
-        if too_large or x * y * z > self.device.max_invocations:
+        wrong = any(not 0 < n <= most for n, most in zip(workgroup, sizes, strict=True))
+        if wrong or x * y * z > self.device.max_invocations:
             raise GpuError(
                 f"shader {shader.name}: a workgroup of {workgroup} exceeds the limits of {self.device.title}:"
                 f" {sizes}, {self.device.max_invocations} in all"
