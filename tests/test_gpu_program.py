@@ -14,7 +14,7 @@ from ddllm_vk.gpu.shaders import Binding, Constant, Shader
 def pipeline(*accesses: str, push: tuple[str, ...] = ()) -> Pipeline:
     bindings = tuple(Binding(f"b{i}", access) for i, access in enumerate(accesses))
     constants = tuple(Constant(name, "uint") for name in push)
-    return Pipeline(Shader("test", b"", bindings, constants, (), (1, 1, 1), frozenset()), {}, (1, 1, 1), None)
+    return Pipeline(Shader("test", b"", bindings, constants, (), (1, 1, 1), 0, frozenset()), {}, (1, 1, 1), None)
 
 
 COPY = pipeline("read", "write", push=("b0_at", "b1_at"))
