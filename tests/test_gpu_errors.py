@@ -367,7 +367,7 @@ def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 
 runtime = RUNTIMES[{name!r}](list_devices()[0])
-memory, piece = Arena(runtime), np.full(2**22, 3, dtype=np.uint32)
+memory, piece = Arena(runtime, 24 * 2**24), np.full(2**22, 3, dtype=np.uint32)
 before, parts = peak(), []
 for i in range(24):
     parts.append(memory.take(piece.nbytes))
