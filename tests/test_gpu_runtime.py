@@ -12,6 +12,7 @@ from ddllm_vk.gpu import vulkan_runtime
 from ddllm_vk.gpu.buffers import ALIGNMENT, Arena
 from ddllm_vk.gpu.profile import seconds_by_shader
 from ddllm_vk.gpu.program import Program
+from ddllm_vk.gpu.vulkan_runtime import VulkanRuntime
 
 
 def copies(runtime, slices, words):
@@ -181,6 +182,18 @@ def test_a_freed_buffer_is_not_used(runtime):
     recording.free()
     with pytest.raises(GpuError, match="freed"):
         recording.run()
+
+
+def test_what_belongs_to_another_runtime_is_refused(runtime, gpu_device):
+    with VulkanRuntime(gpu_device) as other:
+        a, b = runtime.allocate(40), other.allocate(40)
+        for pair in ([a, b], [b, a]):
+            program, _ = copies(runtime, pair, 10)
+            with pytest.raises(GpuError, match="another runtime"):
+                runtime.record(program)
+        program, _ = copies(runtime, [a, a], 10)
+        with pytest.raises(GpuError, match="another runtime"):
+            other.record(program)
 
 
 def test_what_does_not_fit_is_refused(runtime):

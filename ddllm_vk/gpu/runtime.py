@@ -146,12 +146,13 @@ class Runtime(ABC):
         self.check_alive()
         if not program.dispatches:
             raise GpuError("a program without dispatches cannot be recorded")
+        ours = {id(thing) for thing in (*self.buffers, *self._pipelines.values())}
         for dispatch in program.dispatches:
             name, limits = dispatch.pipeline.shader.name, self.device.max_workgroups
             if any(g > limit for g, limit in zip(dispatch.groups, limits, strict=True)):
                 raise GpuError(f"shader {name}: {dispatch.groups} workgroups, {self.device.title} takes {limits}")
-            if any(s.buffer.freed for s in dispatch.operands):
-                raise GpuError(f"shader {name}: one of its buffers was freed")
+            if not ours >= {id(dispatch.pipeline), *(id(s.buffer) for s in dispatch.operands)}:
+                raise GpuError(f"shader {name}: one of its buffers was freed, or something is of another runtime")
         return self._record(program)
 
     def upload(self, target: Buffer | Slice, data: np.ndarray) -> None:
