@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from ..units import format_bytes as format_bytes  # commands take it from here
+
 
 class FiniteFloat(click.FloatRange):
     """A float range that refuses nan and infinity."""
@@ -67,12 +69,3 @@ def load(model_path: Path | None, threads: int | None, show_progress: bool, **ch
         click.echo("first run here: compiling the CPU kernels, which takes a quarter of a minute once", err=True)
     with loading_bar(show_progress) as bar:
         return ddllm_vk.load_model(model_path, threads=threads, progress=bar.update, **choices)
-
-
-def format_bytes(count: float) -> str:
-    """Decimal units, as disks and the Hub count."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB" if count < 999.5 else f"{count:.0f} GB"

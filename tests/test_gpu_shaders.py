@@ -1,0 +1,55 @@
+"""Shaders against cpu/reference.py, on both runtimes, under synchronization validation (gpu_fixtures.py)."""
+
+import numpy as np
+import pytest
+
+from ddllm_vk import quants
+from ddllm_vk.cpu import reference
+
+F32 = np.float32
+EPS = 1e-6
+#: rows and columns around the workgroup's size and its multiples
+SIZES = [(1, 1), (3, 5), (2, 63), (5, 64), (4, 65), (7, 191), (3, 2816)]
+
+
+def rows(rng, shape):
+    return rng.standard_normal(shape, dtype=F32) * F32(3)
+
+
+@pytest.mark.parametrize("workgroup", [1, 48, 64, 256])
+@pytest.mark.parametrize(("m", "columns"), SIZES)
+def test_rms_norm(run_shader, m, columns, workgroup):
+    rng = np.random.default_rng(columns)
+    x, weight = rows(rng, (m, columns)), rows(rng, columns)
+    push, constants = {"columns": columns, "eps": EPS}, {"WORKGROUP_X": workgroup}
+    operands = {"x": x, "weight": weight, "result": np.zeros_like(x)}
+    found = run_shader("rms_norm", operands, push, (m,), constants)["result"]
+    np.testing.assert_allclose(found, reference.rms_norm(x, weight, EPS), rtol=2e-6, atol=1e-6)
+    del operands["weight"]
+    found = run_shader("rms_norm_no_weight", operands, push, (m,), constants)["result"]
+    np.testing.assert_allclose(found, reference.rms_norm(x, None, EPS), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("m", "columns"), SIZES)
+def test_add_rms_norm(run_shader, m, columns):
+    rng = np.random.default_rng(columns)
+    x, y, weight = rows(rng, (m, columns)), rows(rng, (m, columns)), rows(rng, columns)
+    operands = {"x": x, "y": y, "weight": weight, "result": np.zeros_like(x)}
+    push = {"columns": columns, "eps": EPS, "scale": 0.75}
+    found = run_shader("add_rms_norm", operands, push, (m,))["result"]
+    expected = reference.add_rms_norm(x, y, weight, EPS, 0.75)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("fmt", ["f32", "q40", "q80"])
+@pytest.mark.parametrize(("vocabulary", "columns", "m"), [(1, 32, 1), (7, 96, 5), (50, 160, 33), (11, 2816, 3)])
+def test_embedding_rows(run_shader, fmt, vocabulary, columns, m):
+    rng = np.random.default_rng(vocabulary)
+    table = quants.quantize(fmt, rows(rng, (vocabulary, columns)))
+    ids = rng.integers(0, vocabulary, m, dtype=np.int32)
+    result = np.zeros((m, columns), dtype=F32)
+    operands = {"table": table, "ids": ids, "result": result}
+    found = run_shader(f"embedding_rows_{fmt}", operands, {"columns": columns, "scale": 53.0}, (m,))["result"]
+    expected = quants.dequantize(fmt, table)[ids] * F32(53)
+    # float16 scales times small integers times 53: one rounding each side
+    np.testing.assert_allclose(found, expected, rtol=3e-7, atol=0)
