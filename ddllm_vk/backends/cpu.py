@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cpu import kernels
 from ..cpu.threads import ThreadPool
-from ..cpu.weights import pack_rows
+from ..cpu.weights import pack_from
 from ..ops import HeadStatistics, ReadRows
 from ..quants import QUANTIZED
 from .arena import Arena
@@ -29,7 +29,7 @@ class CpuOps:
     def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
             return np.array(read(0, 1), dtype=F32).reshape(shape)
-        return pack_rows(fmt, read, shape, self.pool)
+        return pack_from(fmt, read, shape, self.pool)
 
     def weight_bytes(self, weight: Any) -> int:
         return weight.nbytes
