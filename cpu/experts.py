@@ -13,7 +13,7 @@ from ddllm_vk.cpu.matmul import (
     Groups,
     check,
     grouped_product,
-    pack_from,
+    pack_rows,
     quantize_row,
     quantize_rows,
     row_grain,
@@ -196,7 +196,7 @@ def experts(
             pool.run(_activate_quantized, tiles, both, groups.start, groups.count, *into, grain=grain)
             grouped_product(pool, active, groups, down, result)
         else:
-            grouped_product(pool, pack_from(pool, x, groups, source), groups, gate_up, both)
+            grouped_product(pool, pack_rows(pool, x, groups, source), groups, gate_up, both)
             active = pool.scratch("experts.active", np.float32, packed * inner)
             pool.run(_activate, tiles, both, groups.start, groups.count, active, grain=grain)
             grouped_product(pool, active, groups, down, result)

@@ -21,7 +21,7 @@ from ddllm_vk.cpu.matmul import (
     grouped_product,
     linear,
     one_group,
-    pack_from,
+    pack_rows,
     quantize_rows,
     row_grain,
     scratch_quantized,
@@ -412,7 +412,7 @@ def head_statistics(
         if quantized:
             packed = quantize_rows(pool, x, scratch_quantized(pool, "head.x", rows, table.columns, groups))
         else:
-            packed = pack_from(pool, x, groups, name="head.x")
+            packed = pack_rows(pool, x, groups, name="head.x")
         step = chunk_tokens(rows, vocab)
         for first in range(0, vocab, step):
             count = min(step, vocab - first)
@@ -442,7 +442,7 @@ def _tile_products(pool: ThreadPool, x: np.ndarray, table: Weight, tiles: np.nda
     if quantized:
         packed = quantize_rows(pool, x, scratch_quantized(pool, "head.singles", rows, table.columns, groups))
     else:
-        packed = pack_from(pool, x, groups, name="head.singles")
+        packed = pack_rows(pool, x, groups, name="head.singles")
     products = pool.scratch("head.tile_products", np.float32, rows * TOKENS).reshape(rows, TOKENS)
     grouped_product(pool, packed, groups, table, products, tiles=TOKENS // TILE)
     return products

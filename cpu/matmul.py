@@ -186,7 +186,7 @@ def quantize_rows(pool: ThreadPool, x: np.ndarray, out: QuantizedRows | None = N
 
 
 @kernel
-def _pack_from(x, source, start, count, out, counter, jobs, grain):
+def _pack_rows(x, source, start, count, out, counter, jobs, grain):
     """Job: a row tile. out: float32 row tiles [K][m]; packed row r is x's row source[r]."""
     columns = x.shape[1]
     while True:
@@ -207,8 +207,8 @@ def _identity(rows: int) -> np.ndarray:
     return np.arange(rows, dtype=np.int32)
 
 
-def pack_from(
-    pool: ThreadPool, x: np.ndarray, groups: Groups, source: np.ndarray | None = None, name: str = "pack_from"
+def pack_rows(
+    pool: ThreadPool, x: np.ndarray, groups: Groups, source: np.ndarray | None = None, name: str = "pack_rows"
 ) -> np.ndarray:
     """Float row tiles in scratch memory. source: int32 [packed rows], row of x for each (values are the caller's
     responsibility), or None for x's own rows in order."""
@@ -216,7 +216,7 @@ def pack_from(
         source = _identity(x.shape[0])
     out = pool.scratch(name, np.float32, source.size * x.shape[1])
     tiles = groups.start.size
-    pool.run(_pack_from, tiles, x, source, groups.start, groups.count, out, grain=row_grain(pool, tiles, out.size))
+    pool.run(_pack_rows, tiles, x, source, groups.start, groups.count, out, grain=row_grain(pool, tiles, out.size))
     return out
 
 
@@ -334,7 +334,7 @@ def grouped_product(
     out: np.ndarray,
     tiles: int | None = None,
 ) -> None:
-    """out[r] = packed row r times its group's matrix. x: QuantizedRows or float row tiles (1-D, from pack_from).
+    """out[r] = packed row r times its group's matrix. x: QuantizedRows or float row tiles (1-D, from pack_rows).
 
     tiles: weight tiles of one "matrix" when the groups cut a single big matrix into pieces; default: a whole matrix.
     out: float32 [packed rows, columns], of which columns beyond the end of the weight are left alone.
@@ -380,5 +380,5 @@ def linear(pool: ThreadPool, x: "QuantizedRows | np.ndarray", weight: Weight, ou
     check(x, "x", (rows, weight.columns))
     groups = one_group(rows)
     with pool.lock:
-        grouped_product(pool, pack_from(pool, x, groups), groups, weight, out)
+        grouped_product(pool, pack_rows(pool, x, groups), groups, weight, out)
     return out

@@ -25,7 +25,7 @@ from ddllm_vk.cpu.matmul import (
     check,
     grouped_product,
     one_group,
-    pack_from,
+    pack_rows,
     quantize_rows,
     row_grain,
     scratch_quantized,
@@ -264,7 +264,7 @@ def soft_embedding(pool: ThreadPool, stats: HeadStatistics, table: Weight, scale
             quantized = scratch_quantized(pool, "soft.x", rows, table.columns, dense.groups)
             packed = quantize_rows(pool, stats.undecided_x, quantized)
         else:
-            packed = pack_from(pool, stats.undecided_x, dense.groups, name="soft.x")
+            packed = pack_rows(pool, stats.undecided_x, dense.groups, name="soft.x")
         step = chunk_tokens(rows, table.rows)
         for first in range(0, table.rows, step):
             count = min(step, table.rows - first)
