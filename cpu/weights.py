@@ -204,10 +204,10 @@ def pack(
             f"not {raw.size} of {raw.dtype}"
         )
     matrix = np.ascontiguousarray(raw).reshape(rows, elements)
-    return pack_rows(fmt, lambda first, count: matrix[first : first + count], shape, pool, weight)
+    return pack_from(fmt, lambda first, count: matrix[first : first + count], shape, pool, weight)
 
 
-def pack_rows(
+def pack_from(
     fmt: str, read: ReadRows, shape: tuple[int, ...], pool: ThreadPool | None = None, out: Weight | None = None
 ) -> Weight:
     """As `pack`, of a tensor that is read while it is packed, in chunks that fit a core's cache, on every thread.

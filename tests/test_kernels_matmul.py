@@ -18,7 +18,7 @@ from ddllm_vk.cpu.kernels import (
     unpack,
 )
 from ddllm_vk.cpu.memory import address_of, mapped_empty
-from ddllm_vk.cpu.weights import pack_rows
+from ddllm_vk.cpu.weights import pack_from
 from ddllm_vk.errors import InputError
 
 FORMATS = ("q40", "q80", "f32", "f16", "bf16")
@@ -90,7 +90,7 @@ def test_pack_reads_a_read_only_file_and_fills_a_given_weight(tmp_path, pool):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(200, 64), (5, 37, 96)])
-def test_pack_rows_reads_every_row_once_in_chunks(fmt, shape, pool, monkeypatch):
+def test_pack_from_reads_every_row_once_in_chunks(fmt, shape, pool, monkeypatch):
     raw = quants.quantize(fmt, random(12, *shape))
     rows = raw.reshape(int(np.prod(shape[:-1])), -1)
     monkeypatch.setattr(weights, "_CHUNK_BYTES", 3 * 16 * rows[0].nbytes)  # three tiles
@@ -100,20 +100,20 @@ def test_pack_rows_reads_every_row_once_in_chunks(fmt, shape, pool, monkeypatch)
         asked.append(range(first, first + count))
         return rows[first : first + count].copy()
 
-    weight = pack_rows(fmt, read, shape, pool)
+    weight = pack_from(fmt, read, shape, pool)
     assert np.array_equal(unpack(weight), quants.dequantize(fmt, raw))
     assert len(asked) == -(-weight.experts * weight.tiles // 3)
     assert sorted(row for chunk in asked for row in chunk) == list(range(len(rows)))
 
 
-def test_pack_rows_passes_on_what_goes_wrong(pool):
+def test_pack_from_passes_on_what_goes_wrong(pool):
     def broken(first, count):
         raise OSError("disk on fire")
 
     with pytest.raises(OSError, match="disk on fire"):
-        pack_rows("q40", broken, (64, 64), pool)
+        pack_from("q40", broken, (64, 64), pool)
     with pytest.raises(InputError, match="rows were read as"):
-        pack_rows("q40", lambda first, count: np.zeros((count, 17), np.uint8), (64, 64), pool)
+        pack_from("q40", lambda first, count: np.zeros((count, 17), np.uint8), (64, 64), pool)
 
 
 @pytest.mark.parametrize("size", [1000, (4 << 20) + 1000])

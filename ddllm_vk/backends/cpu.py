@@ -9,7 +9,7 @@ import numpy as np
 from ..cpu import kernels
 from ..cpu.cache_rows import CacheRows
 from ..cpu.threads import ThreadPool
-from ..cpu.weights import pack_rows
+from ..cpu.weights import pack_from
 from ..ops import HeadStatistics, ReadRows
 from ..quants import QUANTIZED
 from .arena import Arena
@@ -31,7 +31,7 @@ class CpuOps:
     def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
             return np.array(read(0, 1), dtype=F32).reshape(shape)
-        return pack_rows(fmt, read, shape, self.pool)
+        return pack_from(fmt, read, shape, self.pool)
 
     def weight_bytes(self, weight: Any) -> int:
         return weight.nbytes
