@@ -36,8 +36,9 @@ CANDIDATES = 1024
 #: Candidates this far below the maximum have a probability below e^-22, all 262,144 of them below 1e-4 together.
 DEPTH = 22.0
 #: The vocabulary's mean embedding stands for the tokens left out of a row's sparse one. What that gets wrong is bounded
-#: by the 2-norm of their probabilities: a row where it cannot be kept below this needs the dense product.
-DROPPED = 3e-5
+#: by the 2-norm of their probabilities (measured: up to three times it, in units of an embedding's length). A row where
+#: it cannot be kept below this needs the dense product. int8 activations round what comes of it to about 5e-3.
+DROPPED_F32, DROPPED_INT8 = 3e-5, 2e-4
 #: The candidates handed on leave out about this much (2-norm), where that is possible.
 WANTED = 1e-5
 #: In a row that needs the dense product, tokens of at least this probability are candidates all the same.
@@ -291,7 +292,8 @@ def _finish(
 class HeadSummary:
     """What `finish` makes of a HeadState. entropy: float64 [rows], nats. tile: int32 [rows], the sampling tile;
     residual: float64 [rows], what the sum of its exponentials must exceed. soft_*: the candidates, see HeadStatistics.
-    dropped: float64 [rows], the probability that the candidates miss; decided: bool [rows], see DROPPED."""
+    dropped: float64 [rows], the probability that the candidates miss; decided: bool [rows], whether the rest is
+    small enough (DROPPED_*)."""
 
     entropy: np.ndarray
     argmax: np.ndarray
@@ -304,8 +306,8 @@ class HeadSummary:
     decided: np.ndarray
 
 
-def finish(pool: ThreadPool, state: HeadState, uniforms: np.ndarray) -> HeadSummary:
-    """Close the statistics; uniforms: float64 [rows] in [0, 1), one random number a row."""
+def finish(pool: ThreadPool, state: HeadState, uniforms: np.ndarray, allowed: float = DROPPED_F32) -> HeadSummary:
+    """Close the statistics; uniforms: float64 [rows] in [0, 1), one random number a row; allowed: see DROPPED_*."""
     rows = state.rows
     check(uniforms, "uniforms", (rows,), np.float64)
     summary = HeadSummary(
@@ -321,7 +323,7 @@ def finish(pool: ThreadPool, state: HeadState, uniforms: np.ndarray) -> HeadSumm
     )
     s, r = state, summary
     sums = (s.largest, s.total, s.weighted, s.tile_largest, s.tile_total)
-    taken = (*sums, s.ids, s.values, s.kept, s.floor, uniforms, WANTED, DROPPED)
+    taken = (*sums, s.ids, s.values, s.kept, s.floor, uniforms, WANTED, allowed)
     given = (r.entropy, r.tile, r.residual, r.soft_ids, r.soft_probabilities, r.soft_counts, r.dropped, r.decided)
     pool.run(_finish, rows, *taken, *given, grain=row_grain(pool, rows, rows * state.capacity * 16))
     return summary
@@ -384,7 +386,7 @@ class HeadStatistics:
 
     soft_ids int32, soft_probabilities float32 [M, capacity], soft_counts int32 [M]: the tokens that matter for the
     self-conditioning embedding; dropped: float64 [M], the probability of all others. undecided: int32 [u], the rows
-    whose other tokens matter too (DROPPED); for them undecided_x (float32 [u, H]), largest and total (float64) allow
+    whose other tokens matter too (DROPPED_*); for them undecided_x (float32 [u, H]), largest and total (float64) allow
     the dense product (soft.soft_embedding).
     """
 
@@ -446,7 +448,7 @@ def head_statistics(
             products = pool.scratch("head.products", np.float32, rows * count).reshape(rows, count)
             grouped_product(pool, packed, groups, table.part(first, count), products)
             head_chunk(pool, products, first, *settings, state)
-        summary = finish(pool, state, uniforms)
+        summary = finish(pool, state, uniforms, DROPPED_INT8 if quantized else DROPPED_F32)
         products = _tile_products(pool, x, table, summary.tile, quantized)
         sampled = sample_in_tile(pool, products, summary, state, *settings)
     undecided = np.flatnonzero(~summary.decided).astype(np.int32)

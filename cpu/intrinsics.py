@@ -7,10 +7,14 @@ the last place of error, no branches, and no library calls, so loops over them v
 # llvmlite comes without type information.
 # pyright: reportAttributeAccessIssue=false, reportReturnType=false
 
+from collections.abc import Iterable
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ddllm_vk.cpu import isa
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -29,6 +33,23 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]
     """Call the LLVM intrinsic or function `name`, declared on first use."""
     declared = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
     return builder.call(declared, args)
+
+
+def filled(ty: ir.VectorType, value) -> ir.Constant:
+    """A constant vector of equal elements."""
+    return ir.Constant(ty, [value] * ty.count)
+
+
+def lanes_of(builder: ir.IRBuilder, vector: ir.Value, lanes: Iterable[int]) -> ir.Value:
+    """The vector of the given lanes of a vector."""
+    lanes = list(lanes)
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def splat(builder: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
+    """A vector of `count` copies of a scalar."""
+    nothing = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
+    return lanes_of(builder, builder.insert_element(nothing, value, I32(0)), [0] * count)
 
 
 @intrinsic
@@ -123,12 +144,22 @@ def half_bits_to_float(builder: ir.IRBuilder, half: ir.Value) -> ir.Value:
     return builder.bitcast(builder.or_(value, sign), f32)
 
 
+def half_to_floats(builder: ir.IRBuilder, bits: ir.Value, target: isa.Isa = isa.ACTIVE) -> ir.Value:
+    """float16 bits (i16, or a vector of them) to float32, by an instruction where the target has one."""
+    if not target.hardware_half:
+        return half_bits_to_float(builder, bits)
+    half, single = ir.HalfType(), F32
+    if isinstance(bits.type, ir.VectorType):
+        half, single = (ir.VectorType(ty, bits.type.count) for ty in (half, single))
+    return builder.fpext(builder.bitcast(bits, half), single)
+
+
 @intrinsic
 def half_to_float(typingctx, bits):
     """The float32 value of float16 bits."""
 
     def codegen(context, builder, signature, args):
-        return half_bits_to_float(builder, args[0])
+        return half_to_floats(builder, args[0])
 
     return types.float32(types.uint16), codegen
 

@@ -355,7 +355,7 @@ def soft_embedding(
     """out[r] = scale * sum over tokens of p[r, token] * table[token], p as in the step `stats` describes.
 
     table: the (V, H) weight the statistics were made with, mean: its table_mean; out: float32 [M, H]. Rows whose less
-    probable tokens matter (stats.undecided) get the dense product; in others `mean` stands for those (head.DROPPED).
+    probable tokens matter (stats.undecided) get the dense product; in others `mean` stands for those (head.DROPPED_*).
     """
     check(mean, "mean", (table.columns,))
     rows = stats.undecided.size

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ddllm_vk import quants
-from ddllm_vk.cpu.head import DROPPED, TOKENS, HeadState, finish, head_chunk, sample_in_tile
+from ddllm_vk.cpu.head import DROPPED_F32, TOKENS, HeadState, finish, head_chunk, sample_in_tile
 from ddllm_vk.cpu.kernels import (
     ThreadPool,
     head_logits,
@@ -75,7 +75,7 @@ def test_head_and_soft_embedding(fmt, rows, vocab, hidden, gain, capacity, pool)
         rest[r, ids[:count]] = 0
     assert np.abs(rest.sum(axis=1) - stats.dropped).max() < 2e-6
     decided = ~np.isin(np.arange(rows), stats.undecided)
-    assert np.all(np.linalg.norm(rest[decided], axis=1) <= 1.01 * DROPPED + 1e-6)
+    assert np.all(np.linalg.norm(rest[decided], axis=1) <= 1.01 * DROPPED_F32 + 1e-6)
     out = soft_embedding(pool, stats, table, table_mean(pool, table), 8.0, np.full((rows, hidden), np.nan, np.float32))
     # the mean row stands for what was left out: an error of its 2-norm in the directions of the rows around it
     spread = np.linalg.norm(values - values.mean(axis=0), ord=2)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from ..errors import DdllmError
+from ..errors import DdllmError, InputError
 
 # command -> one line of help. Each is a click.Command of that name in the module of that name.
 COMMANDS = {
@@ -38,6 +38,30 @@ def _debug_option() -> click.Option:
     )
 
 
+def _force_isa(ctx: click.Context, param: click.Parameter, name: str | None) -> None:
+    """The kernels choose when they are imported: that is done here, with the environment saying what to choose."""
+    if name is None:
+        return
+    os.environ["DDLLM_VK_ISA"] = name
+    try:
+        from ..cpu import isa
+    except InputError as e:
+        raise click.BadParameter(str(e), ctx, param) from e
+    if name != isa.ACTIVE.name:
+        raise InputError(f"--isa {name}: the kernels of this process are in use already, with {isa.ACTIVE.name}")
+
+
+def _isa_option() -> click.Option:
+    return click.Option(
+        ["--isa"],
+        metavar="NAME",
+        expose_value=False,
+        callback=_force_isa,
+        help="Instruction set of the CPU kernels: avx512vnni, avxvnni, avx512, avx2, neon-dotprod, neon or generic."
+        "  [default: the best this machine has]",
+    )
+
+
 class LazyGroup(click.Group):
     """Lists COMMANDS without importing them; one that cannot be imported does not break the others."""
 
@@ -53,6 +77,8 @@ class LazyGroup(click.Group):
             raise DdllmError(f"the command {cmd_name} is not usable in this installation: {e}") from e
         if not any(parameter.name == "debug" for parameter in command.params):
             command.params.append(_debug_option())
+            if any(parameter.name == "backend" for parameter in command.params):
+                command.params.append(_isa_option())
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -61,7 +87,9 @@ class LazyGroup(click.Group):
 
 
 @click.command(
-    cls=LazyGroup, params=[_debug_option()], context_settings={"help_option_names": ["-h", "--help"], "obj": None}
+    cls=LazyGroup,
+    params=[_debug_option(), _isa_option()],
+    context_settings={"help_option_names": ["-h", "--help"], "obj": None},
 )
 @click.version_option(__version__, prog_name="ddllm_vk", message="%(prog)s %(version)s")
 def cli() -> None:
