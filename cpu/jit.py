@@ -98,7 +98,8 @@ class _OnCompile(event.Listener):
         self.call = call
 
     def on_start(self, event: event.Event) -> None:
-        self.call(event.data["dispatcher"].__name__.lstrip("_"))
+        if event.data["dispatcher"] in KERNELS:  # numba compiles functions of its own too
+            self.call(event.data["dispatcher"].__name__.lstrip("_"))
 
     def on_end(self, event: event.Event) -> None:
         pass

@@ -1,7 +1,7 @@
 """What this processor can do at most, measured: the yardstick for the kernels.
 
-Dot products of bytes and float32 multiply-adds with every operand in a register and enough independent sums to hide
-their latency, in the active instruction set; and reading memory. An operation is a multiplication or an addition.
+Dot products of bytes as the active instruction set makes them (dots.py) and float32 multiply-adds, with enough
+independent sums in registers to hide their latency; and reading memory. An operation is a multiplication or addition.
 """
 
 # llvmlite comes without type information.
@@ -17,107 +17,69 @@ from numba import types
 from numba.extending import intrinsic
 
 from ddllm_vk.cpu import isa
-from ddllm_vk.cpu.intrinsics import F32, I8, I16, I32, I64, address, at, call, take
+from ddllm_vk.cpu.dots import DOTS
+from ddllm_vk.cpu.emit import loop
+from ddllm_vk.cpu.intrinsics import F32, I32, I64, address, at, call, filled, take
 from ddllm_vk.cpu.jit import kernel
 from ddllm_vk.cpu.memory import aligned_empty
 from ddllm_vk.cpu.threads import ThreadPool
 
 _LANES = isa.ACTIVE.lanes
-_WORDS = ir.VectorType(I32, _LANES)
-_BYTES = ir.VectorType(I8, 4 * _LANES)
-_SHORTS = ir.VectorType(I16, 2 * _LANES)
 _FLOATS = ir.VectorType(F32, _LANES)
 
-#: Independent sums: with one operand each they still fit the sixteen registers of AVX2, or SSE.
-_DOTS = 6
-#: These share their operands.
-_FMAS = 12
-#: Bytes a turn of the reading loop takes, as eight registers of 64.
+#: Operands in registers and operands read in every turn, each of the one with each of the other: that many sums.
+_HELD, _READ = 3, 4
+_SUMS = _HELD * _READ
+#: Bytes that one turn of the reading loop takes.
 _STRETCH = 512
 
-_ROUNDS = 200_000
-_READ_BYTES = 1 << 28
+_TURNS = 100_000
+_MEMORY = 1 << 27
 _PIECE = 1 << 20
+#: float32 of one job's operands and results.
+_ROOM = 1024
 
 
-def _vnni(builder, total, weight, x):
-    return call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, [total, weight, x])
-
-
-def _maddubs(builder, total, weight, x):
-    # sums of two products of a byte each, as int16: how the kernels multiply
-    pairs = call(
-        builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, [builder.bitcast(weight, _BYTES), builder.bitcast(x, _BYTES)]
-    )
-    return builder.bitcast(builder.add(builder.bitcast(total, _SHORTS), pairs), _WORDS)
-
-
-def _widened(builder, total, weight, x):
-    # without an instruction for it: products of int16, added up in int16
-    wide = ir.VectorType(I16, 4 * _LANES)
-    products = builder.mul(
-        builder.sext(builder.bitcast(weight, _BYTES), wide), builder.sext(builder.bitcast(x, _BYTES), wide)
-    )
-    halves = [
-        builder.shuffle_vector(products, products, ir.Constant(ir.VectorType(I32, 2 * _LANES), list(part)))
-        for part in (range(2 * _LANES), range(2 * _LANES, 4 * _LANES))
-    ]
-    shorts = builder.add(builder.bitcast(total, _SHORTS), builder.add(*halves))
-    return builder.bitcast(shorts, _WORDS)
-
-
-#: Add the products of four bytes a lane to a register of sums, as the kernels of that instruction set do it.
-_DOT = {"avx512vnni": _vnni, "avx2": _maddubs, "generic": _widened}[isa.ACTIVE.name]
-
-
-def _sums_in_registers(builder, turns, sums, turn: Callable):
-    """Runs sums = turn(index, sums) `turns` >= 1 times, index counting from 0; returns them."""
-    before, body, after = builder.block, builder.append_basic_block("turn"), builder.append_basic_block("end")
-    builder.branch(body)
-    builder.position_at_end(body)
-    index = builder.phi(I64)
-    held = [builder.phi(s.type) for s in sums]
-    final = turn(index, held)
-    following = builder.add(index, I64(1))
-    for phi, first, last in zip([index, *held], [I64(0), *sums], [following, *final], strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(last, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, turns), body, after)
-    builder.position_at_end(after)
-    return final
-
-
-def _store_all(builder, where, sums):
-    """So that nothing is computed in vain."""
+def _keep(builder: ir.IRBuilder, where: ir.Value, sums: list[ir.Value]) -> None:
+    """Store the sums, so that they are not computed in vain."""
     for i, total in enumerate(sums):
         builder.store(total, at(builder, where, total.type, 64 * i), align=4)
 
 
 @intrinsic
-def _dot_turns(typingctx, operands, turns):
-    """`turns` times _DOTS dot products. operands: address of 64-byte lines, the weights, then an activation a sum."""
+def _dot_turns(typingctx, where, turns):
+    """`turns` times _SUMS dot products of registers. where: address of _ROOM float32."""
 
     def codegen(context, builder, signature, args):
         where, turns = args
-        xs = [builder.load(at(builder, where, _WORDS, 64 * (1 + i)), align=4) for i in range(_DOTS)]
-        weights = at(builder, where, _WORDS)
+        dot = DOTS[isa.ACTIVE.name]("q40", _LANES)
+        weights = [
+            builder.bitcast(builder.load(at(builder, where, dot.words, 64 * i), align=4), dot.bytes)
+            for i in range(_HELD)
+        ]
 
-        def turn(_, sums):
-            # memory may have changed, so nothing can be computed once for all turns
+        def turn(_, values):
+            # memory may have changed: without this the products would be computed once for all turns
             builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
-            weight = builder.load(weights, align=4)
-            return [_DOT(builder, total, weight, x) for total, x in zip(sums, xs, strict=True)]
+            xs = [builder.load(at(builder, where, dot.words, 64 * (_HELD + i)), align=4) for i in range(_READ)]
+            size = len(values) // _SUMS
+            states = [values[i : i + size] for i in range(0, len(values), size)]
+            pairs = [(weight, x) for x in xs for weight in weights]
+            return [
+                value for state, pair in zip(states, pairs, strict=True) for value in dot.add(builder, state, *pair)
+            ]
 
-        zero = ir.Constant(_WORDS, [0] * _LANES)
-        _store_all(builder, where, _sums_in_registers(builder, turns, [zero] * _DOTS, turn))
+        zero = filled(dot.words, 0)
+        first = dot.add(builder, dot.begin(builder, zero), weights[0], zero)
+        _keep(builder, where, loop(builder, turns, first * _SUMS, turn))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
-def _fma_turns(typingctx, operands, turns):
-    """`turns` times _FMAS multiply-adds of registers. operands: address of two 64-byte lines of float32, and room."""
+def _fma_turns(typingctx, where, turns):
+    """`turns` times _SUMS multiply-adds of registers. where: address of _ROOM float32."""
 
     def codegen(context, builder, signature, args):
         where, turns = args
@@ -126,63 +88,61 @@ def _fma_turns(typingctx, operands, turns):
         def turn(_, sums):
             return [call(builder, f"llvm.fmuladd.v{_LANES}f32", _FLOATS, [total, a, b]) for total in sums]
 
-        starts = [ir.Constant(_FLOATS, [float(i)] * _LANES) for i in range(_FMAS)]
-        _store_all(builder, where, _sums_in_registers(builder, turns, starts, turn))
+        _keep(builder, where, loop(builder, turns, [filled(_FLOATS, float(i)) for i in range(_SUMS)], turn))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
-def _read(typingctx, where, turns, room):
-    """Reads `turns` stretches of memory; room: where the sums of what is there go."""
+def _read(typingctx, memory, turns, where):
+    """Reads `turns` stretches at address `memory`. where: address of _ROOM float32."""
 
     def codegen(context, builder, signature, args):
-        where, turns, room = args
+        memory, turns, where = args
         line = ir.VectorType(I32, 16)
 
         def turn(index, sums):
-            here = builder.add(where, builder.mul(index, I64(_STRETCH)))
+            here = builder.add(memory, builder.mul(index, I64(_STRETCH)))
             return [
                 builder.xor(total, builder.load(at(builder, here, line, 64 * i), align=4))
                 for i, total in enumerate(sums)
             ]
 
-        zero = ir.Constant(line, [0] * 16)
-        _store_all(builder, room, _sums_in_registers(builder, turns, [zero] * (_STRETCH // 64), turn))
+        _keep(builder, where, loop(builder, turns, [filled(line, 0)] * (_STRETCH // 64), turn))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
 @kernel
-def _dots(rounds, operands, counter, jobs, grain):
-    """Job: `rounds` turns, in a row of `operands`."""
+def _dots(turns, room, counter, jobs, grain):
+    """Job: `turns` turns in a row of `room`."""
     while True:
-        job = take(counter, 1)
+        job = take(counter, grain)
         if job >= jobs:
             return
-        _dot_turns(address(operands) + job * 1024, rounds)
+        _dot_turns(address(room) + job * _ROOM * 4, turns)
 
 
 @kernel
-def _fmas(rounds, operands, counter, jobs, grain):
-    """Job: `rounds` turns, in a row of `operands`."""
+def _fmas(turns, room, counter, jobs, grain):
+    """Job: `turns` turns in a row of `room`."""
     while True:
-        job = take(counter, 1)
+        job = take(counter, grain)
         if job >= jobs:
             return
-        _fma_turns(address(operands) + job * 1024, rounds)
+        _fma_turns(address(room) + job * _ROOM * 4, turns)
 
 
 @kernel
 def _reads(memory, room, counter, jobs, grain):
     """Job: _PIECE bytes."""
     while True:
-        job = take(counter, 1)
+        job = take(counter, grain)
         if job >= jobs:
             return
-        _read(address(memory) + job * _PIECE, _PIECE // _STRETCH, address(room) + job * 1024)
+        _read(address(memory) + job * _PIECE, _PIECE // _STRETCH, address(room) + job * _ROOM * 4)
 
 
 @dataclass(frozen=True)
@@ -196,28 +156,26 @@ class Peaks:
     read: float
 
 
-def measure(pool: ThreadPool, seconds: float = 0.5) -> Peaks:
-    """The best of many short runs, `seconds` in all."""
-    pieces = _READ_BYTES // _PIECE
-    memory = aligned_empty(_READ_BYTES, np.uint8)
+def measure(pool: ThreadPool, runs: int = 30) -> Peaks:
+    """Each the best of `runs` runs of a few milliseconds."""
+    pieces, jobs = _MEMORY // _PIECE, 4 * pool.threads  # several jobs a thread: one that starts late does not decide
+    memory = aligned_empty(_MEMORY, np.uint8)
     memory[:] = 1
-    operands = aligned_empty((max(pieces, 8 * pool.threads), 256), np.float32)
-    operands[:] = 0.5
-    jobs = 8 * pool.threads  # so that a thread that was late does not decide
-    dots, fmas = (2 * _LANES * jobs * _ROUNDS * n for n in (4 * _DOTS, _FMAS))
-    part = seconds / 3
+    room = aligned_empty((max(pieces, jobs), _ROOM), np.float32)
+
+    def best(kernel: Callable, count: int, *args: object) -> float:
+        times = []
+        for _ in range(runs + 1):
+            room[:] = 0.5
+            started = time.perf_counter()
+            pool.run(kernel, count, *args, room)
+            times.append(time.perf_counter() - started)
+        return min(times[1:])  # the first may have compiled
+
+    operations = 2 * jobs * _TURNS * _SUMS * _LANES
     return Peaks(
         pool.threads,
-        dot=dots / _best(lambda: pool.run(_dots, jobs, _ROUNDS, operands), part),
-        fma=fmas / _best(lambda: pool.run(_fmas, jobs, _ROUNDS, operands), part),
-        read=_READ_BYTES / _best(lambda: pool.run(_reads, pieces, memory, operands), part),
+        dot=4 * operations / best(_dots, jobs, _TURNS),
+        fma=operations / best(_fmas, jobs, _TURNS),
+        read=_MEMORY / best(_reads, pieces, memory),
     )
-
-
-def _best(run: Callable[[], object], seconds: float) -> float:
-    run()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while (started := time.perf_counter()) < end:
-        run()
-        best = min(best, time.perf_counter() - started)
-    return best

@@ -5,13 +5,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import InputError
 from .options import format_bytes, load, model_options
+
+if TYPE_CHECKING:
+    from ..cpu.peak import Peaks
 
 DEFAULT_CONTEXT = 256
 
@@ -49,6 +54,7 @@ class CountList(click.ParamType):
     metavar="N",
     help="Times each pass is measured, after one that is not.",
 )
+@click.option("--profile", is_flag=True, help="Also show where a canvas pass's time goes, by operation and kernel.")
 @click.option(
     "--json",
     "json_path",
@@ -64,6 +70,7 @@ def bench(
     threads: int | None,
     context: list[int] | None,
     repeat: int,
+    profile: bool,
     json_path: str | None,
 ) -> None:
     """Time a model's passes: the encoder over random prompts, and canvas passes after them.
@@ -86,6 +93,11 @@ def bench(
             f"--context {max(contexts)} and a canvas of {config.canvas_length} exceed the model's context of"
             f" {config.max_position_embeddings}; use at most {room}"
         )
+    peaks = None
+    if profile:
+        from ..cpu import peak
+
+        peaks = peak.measure(peak.ThreadPool(threads))
     figures = {
         "model": str(model.path),
         **choices,
@@ -94,16 +106,19 @@ def bench(
         "weight_bytes": int(model.weight_bytes),
         "load_seconds": load_seconds,
         "repeat": repeat,
-        "contexts": [measure(model, length, repeat) for length in contexts],
+        "contexts": [measure(model, length, repeat, peaks) for length in contexts],
         "peak_memory_bytes": peak_memory_bytes(),
     }
+    if peaks is not None:
+        figures["peaks"] = asdict(peaks)
     print_figures(figures, to_stderr=json_path == "-")
     if json_path is not None:
         write_json(figures, json_path)
 
 
-def measure(model: Any, context: int, repeat: int) -> dict[str, Any]:
-    """Seconds of `repeat` encoder passes over `context` random tokens and of canvas passes after them."""
+def measure(model: Any, context: int, repeat: int, peaks: "Peaks | None") -> dict[str, Any]:
+    """Seconds of `repeat` encoder passes over `context` random tokens and of canvas passes after them; with the
+    processor's peaks, also the profile of the later ones."""
     import numpy as np
 
     config = model.config
@@ -121,11 +136,18 @@ def measure(model: Any, context: int, repeat: int) -> dict[str, Any]:
         first.append(seconds(lambda: session.canvas_step(canvas, temperature, uniforms)))
         later.append(seconds(lambda: session.canvas_step(canvas, temperature, uniforms)))
     spread = {"encode": encode, "canvas_first": first, "canvas": later}
+    profiled = {}
+    if peaks is not None:
+        from ..backends.profile import profile
+
+        step = partial(session.canvas_step, canvas, temperature, uniforms)
+        profiled = {"profile": profile(session, step, repeat, peaks)}
     return {
         "context": context,
         **{f"{name}_seconds": {"min": min(t[1:]), "median": statistics.median(t[1:])} for name, t in spread.items()},
         "prefill_tokens_per_second": context / min(encode[1:]) if context else 0.0,
         "canvas_rows_per_second": config.canvas_length / min(later[1:]),
+        **profiled,
     }
 
 
@@ -138,6 +160,7 @@ def seconds(call: Callable[[], object]) -> float:
 def print_figures(figures: dict[str, Any], to_stderr: bool) -> None:
     from rich.table import Table
 
+    from .profile_tables import print_profile
     from .tables import print_table
 
     click.echo(
@@ -159,6 +182,9 @@ def print_figures(figures: dict[str, Any], to_stderr: bool) -> None:
             f"{row['canvas_rows_per_second']:.1f}",
         )
     print_table(table, to_stderr)
+    for row in figures["contexts"]:
+        if "profile" in row:
+            print_profile(row["profile"], figures["peaks"], row["context"], to_stderr)
     click.echo(f"peak memory {format_bytes(figures['peak_memory_bytes'])}", err=to_stderr)
 
 
