@@ -16,6 +16,9 @@ from typing import Any
 #: Called with a kernel's name before it is compiled, the kernels that are ready, and those in all.
 OnCompile = Callable[[str, int, int], Any]
 
+# In the cache's folder, once it has everything: what _state gave then.
+_COMPLETE = "complete.json"
+
 # More tokens than the head keeps candidates of: then the self-conditioning needs the dense product too.
 _VOCABULARY = 4096
 
@@ -27,10 +30,9 @@ def warm_up(on_compile: OnCompile | None = None) -> int:
     """Compiles the kernels that the cache lacks for the active instruction set; returns how many those were."""
     from .cpu import jit
 
-    done = Path(jit.CACHE_FOLDER) / "complete.json"
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads(done.read_text(encoding="utf-8")) == _state(Path(jit.CACHE_FOLDER)):
-            return 0
+    folder = Path(jit.CACHE_FOLDER)
+    if _is_complete(folder):
+        return 0
     import_module(".backends.cpu", __package__)  # and with it all kernels, so that their number is known
     from .cpu import peak
 
@@ -45,12 +47,21 @@ def warm_up(on_compile: OnCompile | None = None) -> int:
         _use_models()
         peak.measure(peak.ThreadPool(1), runs=1)
     with contextlib.suppress(OSError):  # then the next run looks again
-        done.write_text(json.dumps(_state(Path(jit.CACHE_FOLDER))), encoding="utf-8")
+        (folder / _COMPLETE).write_text(json.dumps(_state(folder)), encoding="utf-8")
     return len(compiled)
 
 
+def _is_complete(folder: Path) -> bool:
+    """Whether a run that compiled everything left a note here which still holds."""
+    try:
+        note, now = json.loads((folder / _COMPLETE).read_text(encoding="utf-8")), _state(folder)
+        return note["sources"] == now["sources"] and note["files"].items() <= now["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
 def _state(folder: Path) -> dict[str, Any]:
-    """What must be as it was for nothing to be left to do: the sources that call kernels, and the compiled files."""
+    """The sources, which call the kernels, as a digest, and the compiled files with their sizes."""
     sources = hashlib.sha256()
     root = Path(__file__).parent
     for path in sorted(root.rglob("*.py")):

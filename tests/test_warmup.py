@@ -1,11 +1,14 @@
 """warmup: afterwards nothing is compiled any more, whatever the model's formats and however it is used."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import ORACLE
+
+from ddllm_vk.warmup import _is_complete, _state
 
 # Kernels that others contain are not loaded by themselves: the cache's files tell what was compiled.
 MISSING = """
@@ -73,3 +76,23 @@ def test_generate_adds_nothing_to_the_cache():
 def test_no_model_needs_more(path, weights, activations):
     folder = str(ORACLE / path / "checkpoint") if path else ""
     assert python("-c", USE, folder, weights, activations) == "[]"
+
+
+def test_a_lost_file_is_noticed(tmp_path):
+    (tmp_path / "a.nbi").write_bytes(b"1")
+    (tmp_path / "b.nbc").write_bytes(b"22")
+    assert not _is_complete(tmp_path)
+    (tmp_path / "complete.json").write_text(json.dumps(_state(tmp_path)))
+    assert _is_complete(tmp_path)
+    (tmp_path / "another.nbi").write_bytes(b"1")
+    assert _is_complete(tmp_path)
+    (tmp_path / "b.nbc").write_bytes(b"")
+    assert not _is_complete(tmp_path)
+    (tmp_path / "b.nbc").unlink()
+    assert not _is_complete(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"sources": 1, "files": 2}', "\udcff"])
+def test_a_damaged_note_is_no_note(tmp_path, damage):
+    (tmp_path / "complete.json").write_text(damage, errors="surrogateescape")
+    assert not _is_complete(tmp_path)
