@@ -73,7 +73,7 @@ def linear_table(pool: ThreadPool, peaks: Peaks) -> Table:
             functions[fmt] = partial(kernels.linear, pool, packed, random_weight(pool, fmt, n, HIDDEN), out)
         dense = pack("f32", competitors.floats(rng, n, HIDDEN), (n, HIDDEN), pool)
         functions["f32"] = partial(kernels.linear, pool, x, dense, out)
-        rates = {name: 2 * ROWS * n * HIDDEN / s for name, s in best(functions).items()}
+        rates = {name: 2 * ROWS * n * HIDDEN / s for name, s in best(functions, pool.threads).items()}
         ours = []
         for fmt, most in (("q40", peaks.dot), ("q80", peaks.dot), ("f32", peaks.fma)):
             ours += [rates[fmt] / 1e9, rates[fmt] / most]
@@ -100,7 +100,7 @@ def experts_table(pool: ThreadPool, peaks: Peaks) -> Table:
         half = EXPERTS // 2
         functions = competitors.experts(x[: tokens // 2], ids[: tokens // 2] % half, half, INNER, rng)
         functions["ours"] = lambda x=x, i=ids, f=factors, o=out: kernels.experts(pool, x, i, f, gate_up, down, o, True)
-        seconds = best(functions)
+        seconds = best(functions, pool.threads)
         operations = 2 * ids.size * 3 * INNER * HIDDEN
         rate, nbytes = operations / seconds["ours"], (gate_up.nbytes + down.nbytes) / seconds["ours"]
         table.row(
@@ -125,7 +125,7 @@ def attention_table(pool: ThreadPool, peaks: Peaks) -> Table:
         out = np.empty((ROWS, heads * size), np.float32)
         functions = competitors.attention(q, k, v)
         functions["ours"] = lambda q=q, k=k, v=v, hi=hi, o=out, lo=lo: kernels.attention(pool, q, k, v, lo, hi, o)
-        seconds = best(functions, 0.5, 2)
+        seconds = best(functions, pool.threads, 0.5, 2)
         operations = 4 * ROWS * heads * size * slots
         table.row(
             f"{heads}, {kv}, {size}, {slots:,}", seconds["ours"] * 1e3, operations / seconds["ours"] / 1e9,
@@ -146,7 +146,7 @@ def head_table(pool: ThreadPool, peaks: Peaks) -> Table:
     spread = 0.01 * np.sqrt(HIDDEN) * 74  # standard deviation of the products of x and the table
 
     def row(name: str, operations: float, function: Callable, most: float) -> None:
-        seconds = best({name: function}, 2.0, 2)[name]
+        seconds = best({name: function}, pool.threads, 2.0, 2)[name]
         table.row(name, seconds * 1e3, operations / seconds / 1e9, operations / seconds / most)
 
     for name, deviation in (("certain", 6.0), ("undecided", 0.5)):
@@ -169,7 +169,7 @@ def others_table(pool: ThreadPool, peaks: Peaks) -> Table:
     table = Table(f"Row by row and packing, {ROWS} rows", "", "ms", "GB/s", "of the memory's peak")
 
     def row(name: str, nbytes: float, function: Callable) -> None:
-        seconds = best({name: function}, 0.5)[name]
+        seconds = best({name: function}, pool.threads, 0.5)[name]
         table.row(name, seconds * 1e3, nbytes / seconds / 1e9, nbytes / seconds / peaks.read)
 
     x, y, out, ones = normal(ROWS, HIDDEN), normal(ROWS, HIDDEN), normal(ROWS, HIDDEN), np.ones(HIDDEN, np.float32)
