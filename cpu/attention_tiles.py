@@ -26,7 +26,7 @@ from ddllm_vk.cpu.cache_rows import FORMATS, KEYS, load_half
 from ddllm_vk.cpu.emit import loop, reduced, single, transposed
 from ddllm_vk.cpu.intrinsics import F32, I16, I32, I64, V16F, at, call, filled, splat
 
-#: Rows of a row tile. Fourteen at most: two columns of sums then fit into 32 registers, and are a fifth faster than one.
+#: Rows of a row tile. At most 14: two columns of sums then fit into 32 registers, and are a fifth faster than one.
 ROWS = min(isa.ACTIVE.rows, 14)
 #: Whether words of two bfloat16 can be multiplied. Older LLVMs declare the instruction with other types.
 NARROW = (

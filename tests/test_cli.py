@@ -532,6 +532,7 @@ def test_bench_prints_a_table_and_json(call, tmp_path):
     assert figures["synthetic_context"] is False
     piped = call("bench", "--json", "-")
     assert json.loads(piped.out)["canvas_length"] == 32
+    assert "peaks" not in json.loads(piped.out)
     assert "canvas passes" in piped.err
 
 

@@ -5,13 +5,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import InputError
 from .options import CountList, format_bytes, load, model_options
+
+if TYPE_CHECKING:
+    from ..cpu.peak import Peaks
 
 DEFAULT_CONTEXT = 256
 
@@ -37,6 +42,7 @@ DEFAULT_CONTEXT = 256
     metavar="N",
     help="Times each pass is measured, after one that is not.",
 )
+@click.option("--profile", is_flag=True, help="Also show where a canvas pass's time goes, by operation and kernel.")
 @click.option(
     "--json",
     "json_path",
@@ -54,6 +60,7 @@ def bench(
     context: list[int] | None,
     synthetic_context: bool,
     repeat: int,
+    profile: bool,
     json_path: str | None,
 ) -> None:
     """Time a model's passes: the encoder over random prompts, and canvas passes after them.
@@ -79,6 +86,11 @@ def bench(
             f"--context {max(contexts)} and a canvas of {config.canvas_length} exceed the model's context of"
             f" {config.max_position_embeddings}; use at most {room}"
         )
+    peaks = None
+    if profile:
+        from ..cpu import peak
+
+        peaks = peak.measure(peak.ThreadPool(threads))
     figures = {
         "model": str(model.path),
         **choices,
@@ -88,16 +100,21 @@ def bench(
         "load_seconds": load_seconds,
         "repeat": repeat,
         "synthetic_context": synthetic_context,
-        "contexts": [measure(model, length, repeat, synthetic_context) for length in contexts],
+        "contexts": [measure(model, length, repeat, synthetic_context, peaks) for length in contexts],
         "peak_memory_bytes": peak_memory_bytes(),
     }
+    if peaks is not None:
+        figures["peaks"] = asdict(peaks)
     print_figures(figures, to_stderr=json_path == "-")
     if json_path is not None:
         write_json(figures, json_path)
 
 
-def measure(model: Any, context: int, repeat: int, synthetic: bool) -> dict[str, Any]:
-    """Seconds of `repeat` encodings and of canvas passes after `context` tokens.
+def measure(
+    model: Any, context: int, repeat: int, synthetic: bool = False, peaks: "Peaks | None" = None
+) -> dict[str, Any]:
+    """Seconds of `repeat` encodings and of canvas passes after `context` tokens; with the processor's peaks, also the
+    profile of the later passes.
 
     The tokens are random and are what is encoded. If synthetic, the keys and values are random instead, and what is
     encoded is one encoder pass after them.
@@ -128,6 +145,12 @@ def measure(model: Any, context: int, repeat: int, synthetic: bool) -> dict[str,
             first.append(seconds(lambda: session.canvas_step(canvas, temperature, uniforms)))
             later.append(seconds(lambda: session.canvas_step(canvas, temperature, uniforms)))
     spread = {"encode": encode, "canvas_first": first, "canvas": later}
+    profiled = {}
+    if peaks is not None:
+        from ..backends.profile import profile
+
+        step = partial(session.canvas_step, canvas, temperature, uniforms)
+        profiled = {"profile": profile(session, step, repeat, peaks)}
     return {
         "context": context,
         "encoded_tokens": encoded,
@@ -135,6 +158,7 @@ def measure(model: Any, context: int, repeat: int, synthetic: bool) -> dict[str,
         **{f"{name}_seconds": {"min": min(t[1:]), "median": statistics.median(t[1:])} for name, t in spread.items()},
         "prefill_tokens_per_second": encoded / min(encode[1:]) if encoded else 0.0,
         "canvas_rows_per_second": config.canvas_length / min(later[1:]),
+        **profiled,
     }
 
 
@@ -147,6 +171,7 @@ def seconds(call: Callable[[], object]) -> float:
 def print_figures(figures: dict[str, Any], to_stderr: bool) -> None:
     from rich.table import Table
 
+    from .profile_tables import print_profile
     from .tables import print_table
 
     click.echo(
@@ -172,6 +197,9 @@ def print_figures(figures: dict[str, Any], to_stderr: bool) -> None:
             format_bytes(row["kv_cache_bytes"]),
         )
     print_table(table, to_stderr)
+    for row in figures["contexts"]:
+        if "profile" in row:
+            print_profile(row["profile"], figures["peaks"], row["context"], to_stderr)
     click.echo(f"peak memory {format_bytes(figures['peak_memory_bytes'])}", err=to_stderr)
 
 
