@@ -16,12 +16,12 @@ from timing import Table, best
 
 from ddllm_vk import quants
 from ddllm_vk.cpu import isa, kernels, peak
+from ddllm_vk.cpu.cache_rows import KEYS, CacheRows
 from ddllm_vk.cpu.kernels import ThreadPool, Weight, pack
 from ddllm_vk.cpu.peak import Peaks
 
 ROWS, HIDDEN, MLP, INNER, VOCAB = 256, 2816, 2112, 704, 262144
 EXPERTS, TOP_K = 128, 8
-CACHE_FORMATS = ("f16", "q80", "f32")
 SECTIONS = ("linear", "experts", "attention", "head", "others")
 
 rng = np.random.default_rng(0)
@@ -50,12 +50,12 @@ def giga(amount: float, seconds: float | None) -> float | None:
 
 def peaks_table(pool: ThreadPool) -> tuple[Peaks, Table]:
     table = Table(
-        "Measured peaks", "threads", "int8 dot products, GOP/s", "float32 multiply-adds, GOP/s", "memory, GB/s"
+        "Measured peaks, GOP/s", "threads", "int8 dot products", "float32 multiply-adds", "bfloat16", "memory, GB/s"
     )
     found = {}
     for threads in dict.fromkeys((1, pool.threads)):
         found[threads] = p = peak.measure(ThreadPool(threads))
-        table.row(str(threads), p.dot / 1e9, p.fma / 1e9, p.read / 1e9)
+        table.row(str(threads), p.dot / 1e9, p.fma / 1e9, p.narrow / 1e9, p.read / 1e9)
     return found[pool.threads], table
 
 
@@ -111,19 +111,12 @@ def experts_table(pool: ThreadPool, peaks: Peaks) -> Table:
     return table
 
 
-def stored(pool: ThreadPool, fmt: str, x: np.ndarray) -> kernels.CacheRows:
-    """x: [KV heads, slots, head size] as a cache of that format, with more slots than that."""
-    cache = kernels.empty_cache(fmt, x.shape[0], -(-x.shape[1] // 256) * 256, x.shape[2])
-    kernels.store_rows(pool, np.ascontiguousarray(x.transpose(1, 0, 2)), cache, 0)
-    return cache
-
-
 def attention_table(pool: ThreadPool, peaks: Peaks) -> Table:
+    """A canvas after 0, 1,024, 8,192 and 32,768 tokens; a sliding layer sees its window and the canvas."""
     table = Table(
-        f"Attention of {ROWS} rows over all slots",
-        "heads, KV heads, head size, slots", *(f"{fmt} cache, ms" for fmt in CACHE_FORMATS),
-        "f16, GOP/s", "of the float32 peak",
-        "torch f32, GOP/s", "torch bf16, GOP/s",
+        f"Attention of {ROWS} rows over all slots, GOP/s by the format of the KV cache",
+        "heads, KV heads, head size, slots", "ms (f16)", "f16", "of the bfloat16 peak", "q80",
+        "f32", "of the float32 peak", competitors.TORCH_F32, competitors.TORCH_BF16,
     )  # fmt: skip
     sliding, full = (16, 8, 256), (16, 2, 512)
     for (heads, kv, size), slots in (
@@ -133,17 +126,25 @@ def attention_table(pool: ThreadPool, peaks: Peaks) -> Table:
         lo, hi = np.zeros(ROWS, np.int32), np.full(ROWS, slots, np.int32)
         out = np.empty((ROWS, heads * size), np.float32)
         functions = competitors.attention(q, k, v)
-        for fmt in CACHE_FORMATS:
-            caches = [stored(pool, fmt, x) for x in (k, v)]
-            functions[fmt] = lambda q=q, c=caches, hi=hi, o=out, lo=lo: kernels.attention(pool, q, *c, lo, hi, o)
+        for fmt in ("f16", "q80", "f32"):
+            stored = [stored_cache(pool, fmt, values) for values in (k, v)]
+            functions[fmt] = partial(kernels.attention, pool, q, *stored, lo, hi, out)
         seconds = best(functions, pool.threads, 0.5, 2)
-        operations = 4 * ROWS * heads * size * slots
+        rates = {name: 4 * ROWS * heads * size * slots / s for name, s in seconds.items()}
         table.row(
-            f"{heads}, {kv}, {size}, {slots:,}", *(seconds[fmt] * 1e3 for fmt in CACHE_FORMATS),
-            operations / seconds["f16"] / 1e9, operations / seconds["f16"] / peaks.fma,
-            *(giga(operations, seconds.get(n)) for n in (competitors.TORCH_F32, competitors.TORCH_BF16)),
+            f"{heads}, {kv}, {size}, {slots:,}", seconds["f16"] * 1e3, rates["f16"] / 1e9, rates["f16"] / peaks.narrow,
+            rates["q80"] / 1e9, rates["f32"] / 1e9, rates["f32"] / peaks.fma,
+            *(rates[n] / 1e9 if n in rates else None for n in (competitors.TORCH_F32, competitors.TORCH_BF16)),
         )  # fmt: skip
     return table
+
+
+def stored_cache(pool: ThreadPool, fmt: str, values: np.ndarray) -> CacheRows:
+    """values: float32 [kv, slots, hd]"""
+    kv, slots, size = values.shape
+    cache = kernels.empty_cache(fmt, kv, -(-slots // KEYS) * KEYS, size)
+    kernels.store_rows(pool, np.ascontiguousarray(values.transpose(1, 0, 2)), cache, 0)
+    return cache
 
 
 def head_table(pool: ThreadPool, peaks: Peaks) -> Table:
@@ -216,7 +217,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     args = parser.parse_args()
     pool = ThreadPool(args.threads)
-    machine = [f"{platform.processor() or platform.machine()}, {isa.ACTIVE.name}, {pool.threads} threads"]
+    threads = "1 thread, in its processor time" if pool.threads == 1 else f"{pool.threads} threads"
+    machine = [f"{platform.processor() or platform.machine()}, {isa.ACTIVE.name}, {threads}"]
     machine += competitors.use_threads(pool.threads)
     print("\n".join(machine))
     peaks, table = peaks_table(pool)

@@ -56,7 +56,7 @@ class _BFloat(ir.Type):
 _PAIRS = ir.VectorType(_BFloat(), 32)
 
 
-def _multiply_add(builder: ir.IRBuilder, narrow: bool, x: ir.Value, w: ir.Value, total: ir.Value) -> ir.Value:
+def multiply_add(builder: ir.IRBuilder, narrow: bool, x: ir.Value, w: ir.Value, total: ir.Value) -> ir.Value:
     """total + x * w for sixteen words of each (i32), summed over the values of a word."""
     if narrow:
         x, w = builder.bitcast(x, _PAIRS), builder.bitcast(w, _PAIRS)
@@ -150,7 +150,7 @@ def _scores(narrow: bool) -> Callable:
                 for i in range(ROWS):
                     value = splat(builder, builder.load(at(builder, x, I32, 4 * i), align=4), 16)
                     for p in range(columns):
-                        result.append(_multiply_add(builder, narrow, value, w[p], totals[i * columns + p]))
+                        result.append(multiply_add(builder, narrow, value, w[p], totals[i * columns + p]))
                 return result
 
             totals = loop(builder, count, [filled(V16F, 0.0)] * (ROWS * columns), word)
@@ -195,7 +195,7 @@ def _weigh(narrow: bool) -> Callable:
                 for i in range(ROWS):
                     value = splat(builder, builder.load(at(builder, x, I32, i * KEYS * 4), align=4), 16)
                     for c in range(columns):
-                        result.append(_multiply_add(builder, narrow, value, w[c], totals[i * columns + c]))
+                        result.append(multiply_add(builder, narrow, value, w[c], totals[i * columns + c]))
                 return result
 
             totals = loop(builder, I64(words), totals, word)

@@ -1,7 +1,8 @@
 """What this processor can do at most, measured: the yardstick for the kernels.
 
-Dot products of bytes as the active instruction set makes them (dots.py) and float32 multiply-adds, with enough
-independent sums in registers to hide their latency; and reading memory. An operation is a multiplication or addition.
+Dot products of bytes as the active instruction set makes them (dots.py), multiply-adds of float32 and of bfloat16, with
+enough independent sums in registers to hide their latency; and reading memory. An operation is a multiplication or an
+addition.
 """
 
 # llvmlite comes without type information.
@@ -17,6 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ddllm_vk.cpu import isa
+from ddllm_vk.cpu.attention_tiles import NARROW, multiply_add
 from ddllm_vk.cpu.dots import DOTS
 from ddllm_vk.cpu.emit import loop
 from ddllm_vk.cpu.intrinsics import F32, I32, I64, address, at, call, filled, take
@@ -26,6 +28,7 @@ from ddllm_vk.cpu.threads import ThreadPool
 
 _LANES = isa.ACTIVE.lanes
 _FLOATS = ir.VectorType(F32, _LANES)
+_WORDS = ir.VectorType(I32, _LANES)
 
 #: Operands in registers and operands read in every turn, each of the one with each of the other: that many sums.
 _HELD, _READ = 3, 4
@@ -77,21 +80,32 @@ def _dot_turns(typingctx, where, turns):
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
-def _fma_turns(typingctx, where, turns):
-    """`turns` times _SUMS multiply-adds of registers. where: address of _ROOM float32."""
+def _multiply_adds(narrow: bool):
+    """An intrinsic: `turns` times _SUMS multiply-adds of registers, of pairs of bfloat16 if attention has those and
+    `narrow`. where: address of _ROOM float32."""
 
-    def codegen(context, builder, signature, args):
-        where, turns = args
-        a, b = (builder.load(at(builder, where, _FLOATS, 64 * i), align=4) for i in (0, 1))
+    @intrinsic
+    def turns_of(typingctx, where, turns):
+        def codegen(context, builder, signature, args):
+            where, turns = args
+            a, b = (builder.load(at(builder, where, _WORDS, 64 * i), align=4) for i in (0, 1))
 
-        def turn(_, sums):
-            return [call(builder, f"llvm.fmuladd.v{_LANES}f32", _FLOATS, [total, a, b]) for total in sums]
+            def turn(_, sums):
+                if narrow and NARROW:
+                    return [multiply_add(builder, True, a, b, total) for total in sums]
+                x, y = builder.bitcast(a, _FLOATS), builder.bitcast(b, _FLOATS)
+                return [call(builder, f"llvm.fmuladd.v{_LANES}f32", _FLOATS, [x, y, total]) for total in sums]
 
-        _keep(builder, where, loop(builder, turns, [filled(_FLOATS, float(i)) for i in range(_SUMS)], turn))
-        return context.get_dummy_value()
+            _keep(builder, where, loop(builder, turns, [filled(_FLOATS, float(i)) for i in range(_SUMS)], turn))
+            return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), codegen
+        return types.void(types.int64, types.int64), codegen
+
+    return turns_of
+
+
+_fma_turns = _multiply_adds(narrow=False)
+_narrow_turns = _multiply_adds(narrow=True)
 
 
 @intrinsic
@@ -136,6 +150,16 @@ def _fmas(turns, room, counter, jobs, grain):
 
 
 @kernel
+def _narrows(turns, room, counter, jobs, grain):
+    """Job: `turns` turns in a row of `room`."""
+    while True:
+        job = take(counter, grain)
+        if job >= jobs:
+            return
+        _narrow_turns(address(room) + job * _ROOM * 4, turns)
+
+
+@kernel
 def _reads(memory, room, counter, jobs, grain):
     """Job: _PIECE bytes."""
     while True:
@@ -147,12 +171,13 @@ def _reads(memory, room, counter, jobs, grain):
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of `threads` threads together: dot products and float32 multiply-adds in operations a second, reading memory in
-    bytes a second."""
+    """Of `threads` threads together, in operations a second: dot products, float32 multiply-adds, and those of bfloat16
+    (where attention has none: float32's); reading memory in bytes a second."""
 
     threads: int
     dot: float
     fma: float
+    narrow: float
     read: float
 
 
@@ -179,5 +204,6 @@ def measure(pool: ThreadPool, runs: int = 30) -> Peaks:
         pool.threads,
         dot=4 * operations / best(_dots, jobs, _TURNS),
         fma=operations / best(_fmas, jobs, _TURNS),
+        narrow=(2 if NARROW else 1) * operations / best(_narrows, jobs, _TURNS),
         read=_MEMORY / best(_reads, pieces, memory),
     )

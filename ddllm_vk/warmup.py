@@ -22,8 +22,8 @@ _COMPLETE = "complete.json"
 # More tokens than the head keeps candidates of: then the self-conditioning needs the dense product too.
 _VOCABULARY = 4096
 
-# (weights, activations) of load_model: quantised products, float32 products of quantised weights, dense weights.
-_WAYS = (("stored", "q80"), ("stored", "f32"), ("f32", "f32"))
+# (weights, activations, kv_cache) of load_model: integer products, float32 ones of quantised weights, dense weights.
+_WAYS = (("stored", "q80", "f16"), ("stored", "f32", "q80"), ("f32", "f32", "f32"))
 
 
 def warm_up(on_compile: OnCompile | None = None) -> int:
@@ -84,8 +84,8 @@ def _use_models() -> None:
     with tempfile.TemporaryDirectory(prefix="ddllm_vk-") as folder:
         path = Path(folder) / "model"
         synthesize(path, config)
-        for weights, activations in _WAYS:
-            model = load_model(path, weights=weights, activations=activations, threads=1)
+        for weights, activations, kv_cache in _WAYS:
+            model = load_model(path, weights=weights, activations=activations, kv_cache=kv_cache, threads=1)
             model.generate([2, 3, 4], GenerationConfig(max_new_tokens=1, max_denoising_steps=2, seed=0))
             session = model.session()
             canvas = np.arange(model.config.canvas_length, dtype=np.int32)

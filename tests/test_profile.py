@@ -10,7 +10,7 @@ from ddllm_vk.backends.profile import ProfiledOps, Work, profile
 from ddllm_vk.cli import run
 from ddllm_vk.cpu.peak import Peaks
 
-PEAKS = Peaks(threads=2, dot=4e9, fma=1e9, read=1e8)
+PEAKS = Peaks(threads=2, dot=4e9, fma=1e9, narrow=2e9, read=1e8)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_arithmetic_is_that_of_the_models_shapes(model):
     session.encode(ids)
     session.ops = profiled = ProfiledOps(session.ops)
     steps(session, 2)
-    first_and_second = {name: entry.dot + entry.fma for name, entry in profiled.entries.items()}
+    first_and_second = {name: entry.dot + entry.fma + entry.narrow for name, entry in profiled.entries.items()}
     rows, hidden = c.canvas_length, c.hidden_size
     linear = attention = 0
     for layer in c.layers:
@@ -62,6 +62,7 @@ def test_the_arithmetic_is_that_of_the_models_shapes(model):
 
 def test_the_time_at_the_peak_is_that_of_the_slower_of_arithmetic_and_memory():
     assert Work(dot=8 * 10**9, fma=10**9, weight_bytes=10**8).seconds(PEAKS) == 3
+    assert Work(fma=10**9, narrow=4 * 10**9).seconds(PEAKS) == 3
     assert Work(dot=10**9, weight_bytes=5 * 10**8).seconds(PEAKS) == 5
 
 

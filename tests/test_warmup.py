@@ -24,10 +24,10 @@ import sys
 import numpy as np
 import ddllm_vk
 from ddllm_vk.cpu import jit
-path, weights, activations = sys.argv[1:]
+path, weights, activations, kv_cache = sys.argv[1:]
 compiled = []
 with jit.compilations(compiled.append):
-    model = ddllm_vk.load_model(path or None, weights=weights, activations=activations, threads=2)
+    model = ddllm_vk.load_model(path or None, weights=weights, activations=activations, kv_cache=kv_cache, threads=2)
     model.generate([2, 3, 4], ddllm_vk.GenerationConfig(max_denoising_steps=2, guard_empty_reply=False))
     model.generate([2, 3, 4], ddllm_vk.GenerationConfig(max_denoising_steps=2))
     session = model.session()
@@ -62,7 +62,7 @@ def test_generate_adds_nothing_to_the_cache():
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("activations", ["q80", "f32"])
+@pytest.mark.parametrize(("activations", "kv_cache"), [("q80", "f16"), ("f32", "f32"), ("q80", "q80")])
 @pytest.mark.parametrize(
     ("path", "weights"),
     [
@@ -70,12 +70,11 @@ def test_generate_adds_nothing_to_the_cache():
         ("case_1_base", "stored"),  # float32
         ("case_3_multi_canvas", "stored"),  # bfloat16
         ("case_3_multi_canvas", "q40"),
-        ("case_6_canvas256", "f32"),
     ],
 )
-def test_no_model_needs_more(path, weights, activations):
+def test_no_model_needs_more(path, weights, activations, kv_cache):
     folder = str(ORACLE / path / "checkpoint") if path else ""
-    assert python("-c", USE, folder, weights, activations) == "[]"
+    assert python("-c", USE, folder, weights, activations, kv_cache) == "[]"
 
 
 def test_a_lost_file_is_noticed(tmp_path):

@@ -15,24 +15,32 @@ from ..quants import QUANTIZED
 from .cpu import CpuOps
 
 #: Not operations of a pass.
-_UNTIMED = {"upload", "weight_bytes", "scope", "new_cache", "resize_cache", "close"}
+_UNTIMED = {"upload", "weight_bytes", "scope", "new_cache", "cache_bytes", "resize_cache", "close"}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Work:
-    """What an operation has to do: multiplications and additions of int8 and of float32 products, and bytes of weights,
-    which come from memory once a pass. What is next to nothing beside those is not counted."""
+    """What an operation has to do: multiplications and additions of int8, float32 and bfloat16 (`narrow`) products, and
+    bytes of weights, which come from memory once a pass. What is next to nothing beside those is not counted."""
 
     dot: int = 0
     fma: int = 0
+    narrow: int = 0
     weight_bytes: int = 0
 
     def seconds(self, peaks: Peaks) -> float:
         """At the measured peaks: arithmetic and reading overlap."""
-        return max(self.dot / peaks.dot + self.fma / peaks.fma, self.weight_bytes / peaks.read)
+        products = self.dot / peaks.dot + self.fma / peaks.fma + self.narrow / peaks.narrow
+        return max(products, self.weight_bytes / peaks.read)
+
+    def add(self, other: "Work") -> None:
+        self.dot += other.dot
+        self.fma += other.fma
+        self.narrow += other.narrow
+        self.weight_bytes += other.weight_bytes
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Entry(Work):
     """An operation's calls, their wall clock in seconds, and their work."""
 
@@ -64,10 +72,7 @@ class ProfiledOps:
             entry.calls += 1
             entry.wall += wall
             if count is not None:
-                work = count(self, *args)
-                entry.dot += work.dot
-                entry.fma += work.fma
-                entry.weight_bytes += work.weight_bytes
+                entry.add(count(self, *args))
             return result
 
         return timed
@@ -76,13 +81,14 @@ class ProfiledOps:
         """Work of products with weights, of which the part `read` is read."""
         quantized = self._ops.quantized and all(w.format in QUANTIZED for w in weights)
         nbytes = int(read * sum(w.nbytes for w in weights))
-        return Work(operations if quantized else 0, 0 if quantized else operations, nbytes)
+        return Work(dot=operations, weight_bytes=nbytes) if quantized else Work(fma=operations, weight_bytes=nbytes)
 
     def _linear_work(self, x: np.ndarray, *weights: Any) -> Work:
         return _sum(self._product(2 * x.shape[0] * w.rows * w.columns, w) for w in weights)
 
     def _attention_work(self, q: np.ndarray, heads: int, k: Any, v: Any, lo: np.ndarray, hi: np.ndarray) -> Work:
-        return Work(fma=4 * q.shape[1] * int((hi - lo).sum()))
+        operations = 4 * q.shape[1] * int((hi - lo).sum())
+        return Work(fma=operations) if k.format == "f32" else Work(narrow=operations)
 
     def _router_work(self, h: np.ndarray, scale: Any, proj: Any, per_expert_scale: Any, top_k: int) -> Work:
         return self._product(2 * h.shape[0] * proj.rows * proj.columns, proj)
@@ -110,15 +116,14 @@ class ProfiledOps:
 def _sum(works: Any) -> Work:
     total = Work()
     for work in works:
-        total.dot += work.dot
-        total.fma += work.fma
-        total.weight_bytes += work.weight_bytes
+        total.add(work)
     return total
 
 
 def profile(session: Any, run: Callable[[], object], repeat: int, peaks: Peaks) -> dict[str, Any]:
     """Of one run of `run` (a pass of `session`), the mean of `repeat`: {"seconds", "operations": {name: {"calls",
-    "seconds", "dot", "fma" (operations), "weight_bytes", "peak_seconds"}}, "kernels": {name: {"runs", "seconds"}}}."""
+    "seconds", "dot", "fma", "narrow" (operations), "weight_bytes", "peak_seconds"}},
+    "kernels": {name: {"runs", "seconds"}}}."""
     ops, pool = session.ops, session.ops.pool
     session.ops = profiled = ProfiledOps(ops)
     pool.profile = {}

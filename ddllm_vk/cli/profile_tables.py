@@ -12,14 +12,14 @@ def print_profile(profile: dict[str, Any], peaks: dict[str, Any], context: int, 
     title = (
         f"a canvas pass after {context} tokens, {profile['seconds'] * 1e3:.1f} ms; measured peaks of"
         f" {peaks['threads']} threads: int8 {peaks['dot'] / 1e9:.0f} GOP/s, float32 {peaks['fma'] / 1e9:.0f} GOP/s,"
-        f" memory {peaks['read'] / 1e9:.0f} GB/s"
+        f" bfloat16 {peaks['narrow'] / 1e9:.0f} GOP/s, memory {peaks['read'] / 1e9:.0f} GB/s"
     )
     names = ("operation", "calls", "ms", "share", "GOP", "GOP/s", "weights, GB", "ms at the peak", "of the peak")
     table = _table(title, *names)
     known = 0.0
     for name, e in profile["operations"].items():
         known += e["seconds"]
-        work = e["dot"] + e["fma"]
+        work = e["dot"] + e["fma"] + e["narrow"]
         counted = ["", "", "", "", ""]
         if work:
             counted = [
