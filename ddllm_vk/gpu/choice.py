@@ -4,7 +4,7 @@ from ..errors import GpuError, InputError
 from .devices import Device, list_devices, pick
 from .kompute_runtime import KomputeRuntime
 from .runtime import Runtime
-from .selftest import Verdict, judge
+from .selftest import Verdict, check_drivers, judge
 from .vulkan_runtime import VulkanRuntime
 
 RUNTIMES: dict[str, type[VulkanRuntime] | type[KomputeRuntime]] = {"vulkan": VulkanRuntime, "kompute": KomputeRuntime}
@@ -19,6 +19,7 @@ def open_runtime(device: int | None = None, choice: str = "auto") -> Runtime:
     takes the best of those that pass the self-test. GpuError says what is missing or what failed."""
     if choice not in CHOICES:
         raise InputError(f"gpu_runtime={choice!r} is not known; use one of {', '.join(CHOICES)}")
+    check_drivers()
     chosen = pick(list_devices(), device)
     verdicts = {name: judge(chosen, name) for name in RUNTIMES if choice in ("auto", name)}
     return RUNTIMES[best(chosen, verdicts)](chosen)

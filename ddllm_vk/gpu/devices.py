@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from ..errors import GpuError
+from .buffers import largest_buffer
 
 TYPES = {0: "other", 1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu"}
 #: `auto` takes the first of the first of these; a software device (type "cpu") only on request.
@@ -65,6 +66,7 @@ class Device:
     name: str
     type: str  #: one of TYPES
     api_version: str
+    driver: str  #: its name and version, in its own words
     driver_version: int
     uuid: str
     heaps: tuple[Heap, ...]
@@ -87,6 +89,10 @@ class Device:
     @property
     def shares_host_memory(self) -> bool:
         return self.type in ("cpu", "integrated")
+
+    @property
+    def largest_buffer(self) -> int:
+        return largest_buffer(self.max_storage_buffer_range, self.max_allocation)
 
     @property
     def memory(self) -> int:
@@ -162,7 +168,7 @@ def pick(devices: list[Device], index: int | None) -> Device:
             if device.type == wanted and device.compute_family is not None:
                 return device
     names = ", ".join(f"{d.index}: {d.name}" for d in devices)
-    raise GpuError(f"there is no GPU, only software devices ({names}); name one with --device to use it all the same")
+    raise GpuError(f"there is no GPU, only software devices ({names}); ask for one by its index to use it all the same")
 
 
 def free_bytes(device: Device, allocated: int, heaps: list[Heap]) -> int:
@@ -191,9 +197,12 @@ def describe(vk: Any, physical: Any, index: int) -> Device:
     limits = properties.limits
     maintenance = vk.VkPhysicalDeviceMaintenance3Properties()
     subgroup = vk.VkPhysicalDeviceSubgroupProperties(pNext=maintenance)
-    identity = vk.VkPhysicalDeviceIDProperties(pNext=subgroup)
+    identity = last = vk.VkPhysicalDeviceIDProperties(pNext=subgroup)
+    driver = None
+    if properties.apiVersion >= _VULKAN_1_2:
+        driver = last = vk.VkPhysicalDeviceDriverProperties(pNext=last)
     if properties.apiVersion >= _VULKAN_1_1:
-        vk.vkGetPhysicalDeviceProperties2(physical, vk.VkPhysicalDeviceProperties2(pNext=identity))
+        vk.vkGetPhysicalDeviceProperties2(physical, vk.VkPhysicalDeviceProperties2(pNext=last))
     families = vk.vkGetPhysicalDeviceQueueFamilyProperties(physical)
     compute = [i for i, family in enumerate(families) if family.queueFlags & vk.VK_QUEUE_COMPUTE_BIT]
     old = properties.apiVersion < _VULKAN_1_1
@@ -202,6 +211,7 @@ def describe(vk: Any, physical: Any, index: int) -> Device:
         name=properties.deviceName,
         type=TYPES.get(properties.deviceType, "other"),
         api_version=version_text(properties.apiVersion),
+        driver=f"{_text(driver.driverName)} {_text(driver.driverInfo)}".strip() if driver else "",
         driver_version=properties.driverVersion,
         uuid=bytes(identity.deviceUUID).hex(),
         heaps=tuple(heaps(vk, physical, extensions)),
@@ -217,6 +227,10 @@ def describe(vk: Any, physical: Any, index: int) -> Device:
         offset_alignment=limits.minStorageBufferOffsetAlignment,
         compute_family=None if old or not compute else compute[0],
     )
+
+
+def _text(characters: Any) -> str:
+    return load_vulkan().ffi.string(characters).decode(errors="replace")
 
 
 def version_text(version: int) -> str:

@@ -130,8 +130,9 @@ class KomputeRuntime(Runtime):
         out[:] = stage.array(np.uint8)[: out.size]
 
     def _staging(self) -> Buffer:
-        if self._stage is None:
+        if self._stage is None or self._stage.freed:
             self._stage = self.allocate(min(STAGE_BYTES, self.largest_buffer), host=True)
+        if self._span is None or self._span.freed:
             self._span = self.allocate(12, host=True)
         return self._stage
 

@@ -20,10 +20,11 @@ import numpy as np
 
 from ..errors import GpuError
 from ..units import format_bytes
-from .buffers import Buffer, Slice, as_slice, largest_buffer
+from .buffers import Buffer, Slice, as_slice
 from .devices import Device, Heap, free_bytes
 from .program import Pipeline, Program, check_value
 from .shaders import Shader, load
+from .spirv import evaluate
 
 #: Bytes of the one buffer through which data reach memory that the host cannot see.
 STAGE_BYTES = 64 * 2**20
@@ -53,7 +54,8 @@ class Recording(ABC):
         if not self.freed:
             self.freed = True
             self.runtime.recordings.remove(self)
-            self._free()
+            if self.runtime.failure is None:
+                self._free()
 
     @abstractmethod
     def _free(self) -> None: ...
@@ -69,11 +71,10 @@ class Runtime(ABC):
         self.device = device
         self.features = features  #: features that shaders may use with this runtime
         self.direct = device.shares_host_memory if direct is None else direct
-        self.largest_buffer = largest_buffer(device.max_storage_buffer_range, device.max_allocation)
+        self.largest_buffer = device.largest_buffer
         self.allocated = 0  #: bytes in buffers
         self.buffers: list[Buffer] = []  #: not freed yet
         self.recordings: list[Recording] = []  #: not freed yet
-        self.closed = False
         self.failure: str | None = None  #: why the device can no longer be used
         self._pipelines: dict[tuple[str, bytes, tuple[Any, ...]], Pipeline] = {}
 
@@ -102,7 +103,8 @@ class Runtime(ABC):
             buffer.mapped = None
             self.buffers.remove(buffer)
             self.allocated -= buffer.nbytes
-            self._free(buffer)
+            if self.failure is None:
+                self._free(buffer)
 
     def require(self, nbytes: int, what: str = "") -> None:
         """GpuError if the device has not `nbytes` free. Call it with the sum before a model is uploaded."""
@@ -134,7 +136,7 @@ class Runtime(ABC):
         key = (shader.name, shader.spirv, tuple(settled.items()))
         if key not in self._pipelines:
             x, y, z = (int(settled[n]) if isinstance(n, str) else n for n in shader.workgroup)
-            self._check_shader(shader, (x, y, z))
+            self._check_shader(shader, (x, y, z), evaluate(shader.shared_bytes, settled))
             handle = self._create_pipeline(shader, settled)
             self._pipelines[key] = Pipeline(shader, settled, (x, y, z), handle)
         return self._pipelines[key]
@@ -144,12 +146,13 @@ class Runtime(ABC):
         self.check_alive()
         if not program.dispatches:
             raise GpuError("a program without dispatches cannot be recorded")
+        ours = {id(thing) for thing in (*self.buffers, *self._pipelines.values())}
         for dispatch in program.dispatches:
             name, limits = dispatch.pipeline.shader.name, self.device.max_workgroups
             if any(g > limit for g, limit in zip(dispatch.groups, limits, strict=True)):
                 raise GpuError(f"shader {name}: {dispatch.groups} workgroups, {self.device.title} takes {limits}")
-            if any(s.buffer.freed for s in dispatch.operands):
-                raise GpuError(f"shader {name}: one of its buffers was freed")
+            if not ours >= {id(dispatch.pipeline), *(id(s.buffer) for s in dispatch.operands)}:
+                raise GpuError(f"shader {name}: one of its buffers was freed, or something is of another runtime")
         return self._record(program)
 
     def upload(self, target: Buffer | Slice, data: np.ndarray) -> None:
@@ -158,7 +161,9 @@ class Runtime(ABC):
         self.check_alive()
         target = as_slice(target)
         source = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        if source.size > target.nbytes or target.buffer.freed:
+        if target.buffer.freed:
+            raise GpuError("the buffer was freed")
+        if source.size > target.nbytes:
             raise GpuError(f"{source.size} bytes do not fit a slice of {target.nbytes}")
         if source.size == 0:
             return
@@ -196,18 +201,18 @@ class Runtime(ABC):
         return GpuError(self.failure)
 
     def close(self) -> None:
-        """Gives everything back, buffers and recordings too. The runtime cannot be used after that."""
-        if self.closed:
-            return
-        self.closed = True
+        """Gives everything back, buffers and recordings too. The runtime cannot be used after that.
+
+        Of a device that failed nothing is given back: it may still be at work, and its driver may hang or crash.
+        """
         for recording in list(self.recordings):
             recording.free()
         for buffer in list(self.buffers):
             self.free(buffer)
-        if self.failure is None:
-            self.failure = f"{self.device.title} is closed"
         self._pipelines.clear()
-        self._close()
+        if self.failure is None:
+            self._close()
+            self.failure = f"{self.device.title} is closed"
 
     def __enter__(self) -> Self:
         return self
@@ -215,7 +220,7 @@ class Runtime(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_shader(self, shader: Shader, workgroup: tuple[int, int, int]) -> None:
+    def _check_shader(self, shader: Shader, workgroup: tuple[int, int, int], shared_bytes: int) -> None:
         missing = shader.features - self.features
         if missing:
             reason = "is not enabled by the runtime" if missing <= self.device.features else "is not there"
@@ -225,11 +230,16 @@ class Runtime(ABC):
             )
         x, y, z = workgroup
         sizes = self.device.max_workgroup_size
-        too_large = any(n > most for n, most in zip(workgroup, sizes, strict=True))
-        if too_large or x * y * z > self.device.max_invocations:
+        wrong = any(not 0 < n <= most for n, most in zip(workgroup, sizes, strict=True))
+        if wrong or x * y * z > self.device.max_invocations:
             raise GpuError(
                 f"shader {shader.name}: a workgroup of {workgroup} exceeds the limits of {self.device.title}:"
                 f" {sizes}, {self.device.max_invocations} in all"
+            )
+        if not 0 <= shared_bytes <= self.device.max_shared_memory:
+            raise GpuError(
+                f"shader {shader.name} needs {shared_bytes} bytes of shared memory with these constants,"
+                f" {self.device.title} has {self.device.max_shared_memory}"
             )
         if 4 * len(shader.push_constants) > self.device.max_push_constants:
             raise GpuError(

@@ -91,14 +91,34 @@ def judge(device: Device, runtime: str) -> Verdict:
         version = importlib.metadata.version(PACKAGES[runtime])
     except importlib.metadata.PackageNotFoundError:
         return Verdict(False, reason=f"the package {PACKAGES[runtime]} is not installed")
-    parts = [device.uuid, device.name, device.driver_version, device.api_version, runtime, version, __version__]
-    key = hashlib.sha256(json.dumps([*parts, shaders.digest()]).encode()).hexdigest()[:24]
+    about = [device.uuid, device.name, device.driver_version, device.api_version, runtime, version, shaders.digest()]
+    return _cached(about, [runtime, str(device.index)])
+
+
+def check_drivers() -> None:
+    """GpuError if listing the devices ends a process: so broken a driver must not be met in this one."""
+    folders = [Path(f) / "vulkan" / "icd.d" for f in (*_data_folders(), "/etc")]
+    files = [file for folder in folders for file in sorted(folder.glob("*.json"))]
+    about = [[str(file), file.stat().st_mtime_ns] for file in files]
+    verdict = _cached([*about, sorted((k, v) for k, v in os.environ.items() if k.startswith("VK_"))], ["list"])
+    if not verdict.usable:
+        raise GpuError(f"the Vulkan drivers that are installed cannot be used: {verdict.reason}")
+
+
+def _data_folders() -> list[str]:
+    shared = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
+    return [os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share"), *shared.split(":")]
+
+
+def _cached(about: list[Any], question: list[str]) -> Verdict:
+    """The kept verdict about a thing described by `about`, or a new one that is then kept."""
+    key = hashlib.sha256(json.dumps([__version__, about, question]).encode()).hexdigest()[:24]
     file = _cache_folder() / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         verdict = Verdict(**json.loads(file.read_text(encoding="utf-8")))
         if verdict.usable or 0 <= time.time() - verdict.time < KEEP_FAILURE:
             return verdict
-    verdict = _ask_process(device, runtime)
+    verdict = _ask_process(question)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
@@ -111,10 +131,10 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddllm_vk" / "gpu"
 
 
-def _ask_process(device: Device, runtime: str) -> Verdict:
+def _ask_process(question: list[str]) -> Verdict:
     # The new process finds modules where this one does, whatever its current folder is.
     code = f"import sys; sys.path[:] = {sys.path!r}; from ddllm_vk.gpu.selftest import main; main()"
-    command = [sys.executable, "-c", code, runtime, str(device.index)]
+    command = [sys.executable, "-c", code, *question]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=LIMIT
@@ -143,13 +163,19 @@ def _how_it_ended(status: int) -> str:
 
 
 def main() -> None:
-    """In the process of its own: argv is (-c, runtime, device index); the last line of stdout is the result."""
+    """In the process of its own: argv is (-c, "list") or (-c, runtime, device index); the last line of stdout is the
+    result. That there is no driver or no device is an answer too, when it is only to list them."""
     from .choice import RUNTIMES
 
-    name, index = sys.argv[1], int(sys.argv[2])
+    result: dict[str, Any] = {"seconds": 0.0}
     try:
-        with RUNTIMES[name](list_devices()[index]) as runtime:
-            result: dict[str, Any] = {"seconds": run(runtime)}
+        if sys.argv[1:] == ["list"]:
+            with contextlib.suppress(GpuError):
+                list_devices()
+        else:
+            name, index = sys.argv[1:]
+            with RUNTIMES[name](list_devices()[int(index)]) as runtime:
+                result["seconds"] = run(runtime)
     except GpuError as e:
         result = {"error": str(e)}
     print(json.dumps(result), flush=True)

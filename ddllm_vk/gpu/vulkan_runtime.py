@@ -137,7 +137,7 @@ class VulkanRuntime(Runtime):
         out[:] = stage[: out.size]
 
     def _staging(self) -> np.ndarray:
-        if self._stage is None:
+        if self._stage is None or self._stage.freed:
             self._stage = self.allocate(min(STAGE_BYTES, self.largest_buffer), host=True)
         return self._stage.array(np.uint8)
 
@@ -271,6 +271,9 @@ class VulkanRuntime(Runtime):
             vk.vkResetFences(self._device, 1, [self._fence])
         except (vk.VkError, KeyError) as e:
             raise self.fail(_explain(e)) from e
+        except KeyboardInterrupt:  # outside the wait: whether something runs is not known
+            self.fail("it was interrupted")
+            raise
         if interrupt is not None:
             raise interrupt
 
@@ -316,8 +319,6 @@ class VulkanRuntime(Runtime):
 
     def _close(self) -> None:
         vk = self.vk
-        with contextlib.suppress(vk.VkError, KeyError):  # of a lost device
-            vk.vkDeviceWaitIdle(self._device)
         for pipeline, layout, set_layout in self._modules:
             vk.vkDestroyPipeline(self._device, pipeline, None)
             vk.vkDestroyPipelineLayout(self._device, layout, None)
