@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "shaders"
 OUTPUTS = ROOT / "ddllm_vk" / "shaders"
 INDEX = "index.json"
+FORMAT = 2  # of the entries of the index: one more whenever they change
 CMEEL = Path(sysconfig.get_path("purelib")) / "cmeel.prefix"  # where cmeel's wheels put programs and libraries
 TARGET = "vulkan1.1"  # SPIR-V 1.3: what every runtime can take
 
@@ -51,8 +52,8 @@ class Variant:
     defines: dict[str, str]
 
     def digest(self) -> str:
-        """Of everything the module is made of, the compiler apart."""
-        hasher = hashlib.sha256(json.dumps([self.name, self.defines, TARGET]).encode())
+        """Of everything the module and its entry are made of, the compiler apart."""
+        hasher = hashlib.sha256(json.dumps([self.name, self.defines, TARGET, FORMAT]).encode())
         for file in with_includes(self.source):
             hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
         return hasher.hexdigest()

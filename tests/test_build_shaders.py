@@ -150,6 +150,27 @@ def test_features_and_workgroup_sizes_are_read_from_the_module(builder):
     assert {"subgroup_arithmetic", "storage8"} <= shader.features
 
 
+def test_shared_memory_is_read_from_the_module(builder):
+    """As a function of the specialisation constants, so that a tile too large is refused before a driver sees it."""
+    needs_compiler(builder)
+    write(
+        builder,
+        "shader.comp",
+        "#version 450\nlayout(local_size_x = 8, local_size_x_id = 0) in;\n"
+        "layout(constant_id = 1) const uint TILE = 16;\nlayout(constant_id = 2) const uint STEP = 4;\n"
+        "shared float sums[gl_WorkGroupSize.x];\nshared uvec4 tile[2][TILE * (STEP + 1) / 2];\nshared uint one;\n"
+        "layout(std430, binding = 0) buffer X { float x[]; };\n"
+        "void main() { sums[0] = x[0]; tile[1][0].x = 3; one = tile[1][1].x; x[1] = sums[1] + one; }\n",
+    )
+    write(builder, "none.comp", GOOD)
+    builder.build()
+    shared = shaders.load("shader", builder.OUTPUTS).shared_bytes
+    for size, tile, step in ((8, 16, 4), (64, 32, 8), (1, 3, 2)):
+        constants = {"WORKGROUP_X": size, "TILE": tile, "STEP": step}
+        assert spirv.evaluate(shared, constants) == 4 * size + 2 * 16 * (tile * (step + 1) // 2) + 4
+    assert shaders.load("none", builder.OUTPUTS).shared_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -243,6 +243,14 @@ def test_a_shader_needs_features_the_runtime_has(runtime):
         runtime.pipeline(shader)
 
 
+def test_a_shader_needs_shared_memory_the_device_has(runtime):
+    most = runtime.device.max_shared_memory
+    shader = dataclasses.replace(shaders.load("rms_norm"), shared_bytes=["*", 512, "WORKGROUP_X"])
+    assert runtime.pipeline(shader, {"WORKGROUP_X": 1}).invocations == 1
+    with pytest.raises(GpuError, match=rf"needs {2 * most} bytes of shared memory .* has {most}"):
+        runtime.pipeline(dataclasses.replace(shader, shared_bytes=["+", most, most]), {"WORKGROUP_X": 2})
+
+
 def test_kompute_uses_no_features(runtime):
     if runtime.name != "kompute" or "int8" not in runtime.device.features:
         pytest.skip("for Kompute on a device with int8")
@@ -359,7 +367,7 @@ def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 
 runtime = RUNTIMES[{name!r}](list_devices()[0])
-memory, piece = Arena(runtime), np.full(2**22, 3, dtype=np.uint32)
+memory, piece = Arena(runtime, 24 * 2**24), np.full(2**22, 3, dtype=np.uint32)
 before, parts = peak(), []
 for i in range(24):
     parts.append(memory.take(piece.nbytes))

@@ -1,12 +1,15 @@
 """Programs and memory as values: where barriers stand, how rows are split."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from ddllm_vk.errors import GpuError
 from ddllm_vk.gpu.buffers import ALIGNMENT, Buffer, largest_buffer, split_rows
+from ddllm_vk.gpu.devices import Device, Heap, free_bytes
 from ddllm_vk.gpu.program import Pipeline, Program, plan_barriers
 from ddllm_vk.gpu.shaders import Binding, Constant, Shader
 
@@ -14,7 +17,7 @@ from ddllm_vk.gpu.shaders import Binding, Constant, Shader
 def pipeline(*accesses: str, push: tuple[str, ...] = ()) -> Pipeline:
     bindings = tuple(Binding(f"b{i}", access) for i, access in enumerate(accesses))
     constants = tuple(Constant(name, "uint") for name in push)
-    return Pipeline(Shader("test", b"", bindings, constants, (), (1, 1, 1), frozenset()), {}, (1, 1, 1), None)
+    return Pipeline(Shader("test", b"", bindings, constants, (), (1, 1, 1), 0, frozenset()), {}, (1, 1, 1), None)
 
 
 COPY = pipeline("read", "write", push=("b0_at", "b1_at"))
@@ -106,3 +109,28 @@ def test_no_buffer_reaches_two_gibibytes():
     most = largest_buffer(2**32 - 1, 2**40)
     assert most < 2**31
     assert most % ALIGNMENT == 0
+
+
+def device(kind: str) -> Device:
+    sizes = (1024, 1024, 64)
+    return Device(
+        0, "test", kind, "1.3.0", "", 1, "00", (), frozenset(), 32, 2**31, 2**31, 2**15, 128, 1024, sizes, sizes, 256, 0
+    )
+
+
+def test_free_memory_is_what_the_driver_says_else_a_share_of_the_heap():
+    local, told = Heap(10**9, True, None), Heap(10**9, True, 3 * 10**8)
+    host = Heap(64 * 10**9, False, 64 * 10**9)
+    assert free_bytes(device("discrete"), 10**8, [local, host]) == 8 * 10**8
+    assert free_bytes(device("discrete"), 10**8, [told, host]) == 3 * 10**8  # ours are counted by the driver
+    assert free_bytes(device("discrete"), 10**8, [told, local]) == 17 * 10**8
+    assert free_bytes(device("discrete"), 2 * 10**9, [local]) < 0
+
+
+def test_free_memory_of_the_host_bounds_devices_that_share_it(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 10**8, total=10**9))
+    heap = Heap(2**31, True, None)
+    assert free_bytes(device("cpu"), 0, [heap]) == 5 * 10**8
+    assert free_bytes(device("integrated"), 0, [heap]) == 5 * 10**8
+    assert free_bytes(device("discrete"), 0, [heap]) == int(0.9 * 2**31)
+    assert device("cpu").memory == 10**9

@@ -10,7 +10,9 @@ from ddllm_vk.errors import GpuError
 from ddllm_vk.gpu import runtime as seam
 from ddllm_vk.gpu import vulkan_runtime
 from ddllm_vk.gpu.buffers import ALIGNMENT, Arena
+from ddllm_vk.gpu.profile import seconds_by_shader
 from ddllm_vk.gpu.program import Program
+from ddllm_vk.gpu.vulkan_runtime import VulkanRuntime
 
 
 def copies(runtime, slices, words):
@@ -70,7 +72,7 @@ def test_programs_that_follow_each_other_see_each_others_results(runtime):
 def test_one_pipeline_runs_with_several_sizes_and_offsets(runtime):
     """Push constants, numbers of workgroups and slices differ between dispatches of one pipeline in one program."""
     x = np.random.default_rng(0).standard_normal((9, 40), dtype=np.float32)
-    memory = Arena(runtime, chunk=2**16)
+    memory = Arena(runtime, 2**16)
     source, result = memory.take(x.nbytes), memory.take(x.nbytes)
     assert source.buffer is result.buffer
     runtime.upload(source, x)
@@ -144,11 +146,11 @@ def test_other_threads_run_while_the_device_works(runtime):
 
 def test_memory_is_counted_and_given_back(runtime):
     before = runtime.allocated
-    memory = Arena(runtime, chunk=10_000)
-    parts = [memory.take(n) for n in (1, 300, 9_000, 50)]
-    assert [p.offset % ALIGNMENT for p in parts] == [0] * 4
-    assert len(memory.buffers) == 2
-    assert runtime.allocated - before == sum(b.nbytes for b in memory.buffers) == 20_000
+    memory = Arena(runtime, expected=10_000)
+    parts = [memory.take(n) for n in (1, 300, 9_000, 500, 12)]
+    assert [p.offset % ALIGNMENT for p in parts] == [0] * 5
+    assert [b.nbytes for b in memory.buffers] == [10_000, 500]  # the 12 bytes fit the first
+    assert runtime.allocated - before == 10_500
     assert not any(a.overlaps(b) for a, b in itertools.combinations(parts, 2))
     memory.free()
     assert runtime.allocated == before
@@ -156,9 +158,15 @@ def test_memory_is_counted_and_given_back(runtime):
 
 def test_a_matrix_larger_than_a_buffer_is_split_by_rows(runtime, monkeypatch):
     monkeypatch.setattr(runtime, "largest_buffer", 4096)
-    parts = Arena(runtime).take_rows(rows=100, row_bytes=100)
+    parts = Arena(runtime, 10_000).take_rows(rows=100, row_bytes=100)
     assert [rows for _, rows in parts] == [34, 34, 32]
     assert [part.nbytes for part, _ in parts] == [3400, 3400, 3200]
+
+
+def test_only_host_memory_is_seen(runtime):
+    """On every device alike: what works on a software device must not fail on a GPU."""
+    with pytest.raises(GpuError, match="only host buffers"):
+        runtime.allocate(40).array()
 
 
 def test_a_freed_buffer_is_not_used(runtime):
@@ -174,6 +182,18 @@ def test_a_freed_buffer_is_not_used(runtime):
     recording.free()
     with pytest.raises(GpuError, match="freed"):
         recording.run()
+
+
+def test_what_belongs_to_another_runtime_is_refused(runtime, gpu_device):
+    with VulkanRuntime(gpu_device) as other:
+        a, b = runtime.allocate(40), other.allocate(40)
+        for pair in ([a, b], [b, a]):
+            program, _ = copies(runtime, pair, 10)
+            with pytest.raises(GpuError, match="another runtime"):
+                runtime.record(program)
+        program, _ = copies(runtime, [a, a], 10)
+        with pytest.raises(GpuError, match="another runtime"):
+            other.record(program)
 
 
 def test_what_does_not_fit_is_refused(runtime):
@@ -211,3 +231,16 @@ def test_what_does_not_fit_is_refused(runtime):
 
 def _norm(buffer):
     return {"x": buffer, "result": buffer}
+
+
+def test_the_share_of_each_shader_is_measured(runtime):
+    a, b = runtime.allocate(4000), runtime.allocate(4000)
+    program, _ = copies(runtime, [a, b, a], 1000)
+    program.dispatch(runtime.pipeline("rms_norm_no_weight"), _norm(a), {"columns": 10, "eps": 1.0}, (100,))
+    recordings = len(runtime.recordings)
+    shares = seconds_by_shader(runtime, program)
+    assert {name: count for name, (count, _) in shares.items()} == {"copy_words": 2, "rms_norm_no_weight": 1}
+    times = [seconds for _, seconds in shares.values()]
+    assert times == sorted(times, reverse=True)
+    assert min(times) > 0
+    assert len(runtime.recordings) == recordings

@@ -31,8 +31,8 @@ class Buffer:
 
     def array(self, dtype: Any = np.uint32) -> np.ndarray:
         """The memory of a host buffer as a 1-D array; what is written there is seen by the next run."""
-        if self.mapped is None or self.freed:
-            raise GpuError("the memory of this buffer cannot be seen by the host; use Runtime.upload and download")
+        if self.mapped is None or self.freed or not self.host:  # a GPU's own memory is mapped on some devices only
+            raise GpuError("only host buffers that are not freed can be seen; use Runtime.upload and download")
         item = np.dtype(dtype).itemsize
         return self.mapped[: self.nbytes // item * item].view(dtype)
 
@@ -82,22 +82,25 @@ def split_rows(rows: int, row_bytes: int, most: int) -> list[int]:
 class Arena:
     """Slices of few big buffers: few buffers make few bindings, and Kompute compiles a pipeline for each set of them.
 
-    `runtime` allocates; `chunk` bytes at a time (default: the largest buffer). Nothing is given back but all at once.
+    `runtime` allocates. `expected`: bytes that will be taken in all; buffers are made as large as that and the device
+    allow, and for what is taken beyond it one by one. Nothing is given back but all at once.
     """
 
     runtime: Any
-    chunk: int = 0
+    expected: int
     buffers: list[Buffer] = field(default_factory=list)
-    _used: int = 0  # bytes of the last buffer
+    _used: list[int] = field(default_factory=list)  # bytes of each buffer
 
     def take(self, nbytes: int) -> Slice:
-        """A slice of `nbytes`, aligned, in one buffer; GpuError if that is more than a buffer can hold."""
-        most = self.runtime.largest_buffer
-        if not self.buffers or self._used + nbytes > self.buffers[-1].nbytes:
-            self.buffers.append(self.runtime.allocate(max(nbytes, min(self.chunk or most, most))))
-            self._used = 0
-        taken = self.buffers[-1].slice(self._used, nbytes)
-        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        """A slice of `nbytes`, aligned, in one buffer; GpuError if that is more than a buffer or the device holds."""
+        found = next((i for i, b in enumerate(self.buffers) if self._used[i] + nbytes <= b.nbytes), None)
+        if found is None:
+            left = self.expected - sum(b.nbytes for b in self.buffers)
+            self.buffers.append(self.runtime.allocate(max(nbytes, min(left, self.runtime.largest_buffer))))
+            self._used.append(0)
+            found = len(self.buffers) - 1
+        taken = self.buffers[found].slice(self._used[found], nbytes)
+        self._used[found] += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return taken
 
     def take_rows(self, rows: int, row_bytes: int) -> list[tuple[Slice, int]]:
@@ -109,3 +112,4 @@ class Arena:
         for buffer in self.buffers:
             self.runtime.free(buffer)
         self.buffers.clear()
+        self._used.clear()

@@ -24,6 +24,7 @@ from .buffers import Buffer, Slice, as_slice
 from .devices import Device, Heap, free_bytes
 from .program import Pipeline, Program, check_value
 from .shaders import Shader, load
+from .spirv import evaluate
 
 #: Bytes of the one buffer through which data reach memory that the host cannot see.
 STAGE_BYTES = 64 * 2**20
@@ -135,7 +136,7 @@ class Runtime(ABC):
         key = (shader.name, shader.spirv, tuple(settled.items()))
         if key not in self._pipelines:
             x, y, z = (int(settled[n]) if isinstance(n, str) else n for n in shader.workgroup)
-            self._check_shader(shader, (x, y, z))
+            self._check_shader(shader, (x, y, z), evaluate(shader.shared_bytes, settled))
             handle = self._create_pipeline(shader, settled)
             self._pipelines[key] = Pipeline(shader, settled, (x, y, z), handle)
         return self._pipelines[key]
@@ -145,12 +146,13 @@ class Runtime(ABC):
         self.check_alive()
         if not program.dispatches:
             raise GpuError("a program without dispatches cannot be recorded")
+        ours = {id(thing) for thing in (*self.buffers, *self._pipelines.values())}
         for dispatch in program.dispatches:
             name, limits = dispatch.pipeline.shader.name, self.device.max_workgroups
             if any(g > limit for g, limit in zip(dispatch.groups, limits, strict=True)):
                 raise GpuError(f"shader {name}: {dispatch.groups} workgroups, {self.device.title} takes {limits}")
-            if any(s.buffer.freed for s in dispatch.operands):
-                raise GpuError(f"shader {name}: one of its buffers was freed")
+            if not ours >= {id(dispatch.pipeline), *(id(s.buffer) for s in dispatch.operands)}:
+                raise GpuError(f"shader {name}: one of its buffers was freed, or something is of another runtime")
         return self._record(program)
 
     def upload(self, target: Buffer | Slice, data: np.ndarray) -> None:
@@ -218,7 +220,7 @@ class Runtime(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_shader(self, shader: Shader, workgroup: tuple[int, int, int]) -> None:
+    def _check_shader(self, shader: Shader, workgroup: tuple[int, int, int], shared_bytes: int) -> None:
         missing = shader.features - self.features
         if missing:
             reason = "is not enabled by the runtime" if missing <= self.device.features else "is not there"
@@ -233,6 +235,11 @@ class Runtime(ABC):
             raise GpuError(
                 f"shader {shader.name}: a workgroup of {workgroup} exceeds the limits of {self.device.title}:"
                 f" {sizes}, {self.device.max_invocations} in all"
+            )
+        if not 0 <= shared_bytes <= self.device.max_shared_memory:
+            raise GpuError(
+                f"shader {shader.name} needs {shared_bytes} bytes of shared memory with these constants,"
+                f" {self.device.title} has {self.device.max_shared_memory}"
             )
         if 4 * len(shader.push_constants) > self.device.max_push_constants:
             raise GpuError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GpuError
+from .spirv import Expression
 
 FOLDER = Path(__file__).resolve().parent.parent / "shaders"
 
@@ -45,6 +46,7 @@ class Shader:
     push_constants: tuple[Constant, ...]
     constants: tuple[Constant, ...]
     workgroup: tuple[int | str, int | str, int | str]  #: invocations in x, y, z; a str names a specialisation constant
+    shared_bytes: Expression  #: shared memory of a workgroup
     features: frozenset[str]  #: what the device must have, names as in devices.py
 
 
@@ -86,5 +88,6 @@ def load(name: str, folder: Path = FOLDER) -> Shader:
         push_constants=tuple(Constant(p["name"], p["type"]) for p in entry["push_constants"]),
         constants=tuple(Constant(c["name"], c["type"], c["default"]) for c in entry["constants"]),
         workgroup=(x, y, z),
+        shared_bytes=entry["shared_bytes"],
         features=frozenset(entry["features"]),
     )

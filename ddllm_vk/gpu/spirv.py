@@ -4,6 +4,7 @@ Enough of the format (SPIR-V specification, 2.3 and 3) for modules that glslang 
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +41,40 @@ CAPABILITY_FEATURES = {
 _UNIVERSAL = {0, 1}  # Matrix, Shader
 
 _NAMING = {3, 4, 5, 6, 7, 8, 317, 330}  # OpSource*, OpName, OpMemberName, OpString, OpLine, OpNoLine, OpModuleProcessed
-_STORAGE_BUFFER, _PUSH_CONSTANT = 12, 9
+_STORAGE_BUFFER, _PUSH_CONSTANT, _WORKGROUP = 12, 9, 4
 _SPEC_ID, _BUILT_IN, _NON_WRITABLE, _NON_READABLE, _BINDING, _SET, _OFFSET = 1, 11, 24, 25, 33, 34, 35
 _WORKGROUP_SIZE = 25
+_COMPOSITE_EXTRACT = 81
+#: instructions of OpSpecConstantOp in sizes of arrays -> the operator in an Expression
+_OPERATORS = {128: "+", 130: "-", 132: "*", 134: "//", 135: "//", 137: "%", 194: ">>", 196: "<<"}
+
+#: A number that depends on specialisation constants: itself, a constant's name, or [operator, left, right].
+Expression = int | str | list[Any]
+
+
+def evaluate(expression: Expression, constants: Mapping[str, int | float]) -> int:
+    """The number, given the specialisation constants."""
+    if isinstance(expression, str):
+        return int(constants[expression])
+    if isinstance(expression, int):
+        return expression
+    left, right = (evaluate(e, constants) for e in expression[1:])
+    match expression[0]:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+        case "//":
+            return left // max(right, 1)
+        case "%":
+            return left % max(right, 1)
+        case ">>":
+            return left >> right
+        case "<<":
+            return left << right
+    raise GpuError(f"{expression[0]!r} is no operator of a size")
 
 
 @dataclass
@@ -53,6 +85,7 @@ class Interface:
     push_constants: list[dict[str, Any]]  #: {"name", "offset" in bytes, "type": "uint" | "int" | "float"}
     constants: list[dict[str, Any]]  #: specialisation constants {"name", "type", "default"}, ids 0, 1, ...
     workgroup: list[int | str]  #: invocations in x, y, z; a name is a specialisation constant's
+    shared_bytes: Expression  #: shared memory of a workgroup
     features: list[str]  #: device features needed, sorted
 
 
@@ -101,11 +134,13 @@ def reflect(spirv: bytes) -> Interface:
     if unknown:
         raise GpuError(f"capability {min(unknown)} is not known to ddllm_vk/gpu/spirv.py; add it with its feature")
     constants = _spec_constants(module)
+    names = {i: c["name"] for i, c in constants.items()}
     return Interface(
         bindings=_bindings(module),
         push_constants=_push_constants(module),
         constants=list(constants.values()),
-        workgroup=_workgroup(module, {i: c["name"] for i, c in constants.items()}),
+        workgroup=_workgroup(module, names),
+        shared_bytes=_shared_bytes(module, names),
         features=sorted({CAPABILITY_FEATURES[c] for c in module.capabilities - _UNIVERSAL}),
     )
 
@@ -211,6 +246,53 @@ def _workgroup(module: _Module, spec_names: dict[int, str]) -> list[int | str]:
     parts = _workgroup_parts(module)
     fixed = [spec_names[p] if p in spec_names else module.constants[p][2][0] for p in parts]
     return fixed or list(module.local_size)
+
+
+def _shared_bytes(module: _Module, spec_names: dict[int, str]) -> Expression:
+    """The sum over the variables in shared memory."""
+    total: Expression = 0
+    for _, pointer, storage in module.variables:
+        if storage == _WORKGROUP:
+            total = _combine("+", total, _type_bytes(module, module.types[pointer][1][1], spec_names))
+    return total
+
+
+def _type_bytes(module: _Module, kind: int, spec_names: dict[int, str]) -> Expression:
+    opcode, w = module.types[kind]
+    if opcode == 20:  # bool
+        return 4
+    if opcode in (21, 22):
+        return w[0] // 8
+    if opcode in (23, 24):  # vector, matrix
+        return _combine("*", w[1], _type_bytes(module, w[0], spec_names))
+    if opcode == 28:  # array
+        length = _constant(module, w[1], spec_names)
+        return _combine("*", length, _type_bytes(module, w[0], spec_names))
+    if opcode == 30:  # struct
+        total: Expression = 0
+        for member in w:
+            total = _combine("+", total, _type_bytes(module, member, spec_names))
+        return total
+    raise GpuError(f"shared memory of a type that is not known (opcode {opcode})")
+
+
+def _constant(module: _Module, i: int, spec_names: dict[int, str]) -> Expression:
+    opcode, _, words = module.constants[i]
+    if i in spec_names:
+        return spec_names[i]
+    if opcode in (43, 50):
+        return words[0]
+    if opcode == 52 and words[0] == _COMPOSITE_EXTRACT:  # gl_WorkGroupSize.x
+        return _constant(module, module.constants[words[1]][2][words[2]], spec_names)
+    if opcode == 52 and words[0] in _OPERATORS:
+        left, right = (_constant(module, w, spec_names) for w in words[1:3])
+        return _combine(_OPERATORS[words[0]], left, right)
+    raise GpuError("the size of an array in shared memory is computed in a way that is not known; use + - * / % << >>")
+
+
+def _combine(operator: str, left: Expression, right: Expression) -> Expression:
+    expression = [operator, left, right]
+    return evaluate(expression, {}) if isinstance(left, int) and isinstance(right, int) else expression
 
 
 def _scalar(module: _Module, kind: int, what: str) -> str:

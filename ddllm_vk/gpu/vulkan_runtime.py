@@ -271,6 +271,9 @@ class VulkanRuntime(Runtime):
             vk.vkResetFences(self._device, 1, [self._fence])
         except (vk.VkError, KeyError) as e:
             raise self.fail(_explain(e)) from e
+        except KeyboardInterrupt:  # outside the wait: whether something runs is not known
+            self.fail("it was interrupted")
+            raise
         if interrupt is not None:
             raise interrupt
 
