@@ -10,6 +10,7 @@
 // specialisation constants; `most` is at least pairs / TILE_ROWS + EXPERTS and need not exceed pairs.
 // Reference: argsort of ids, counted.
 #version 450
+#extension GL_KHR_memory_scope_semantics : require
 
 layout(local_size_x = 128, local_size_x_id = 0) in;  // WORKGROUP_X
 layout(constant_id = 1) const uint EXPERTS = 128;
@@ -37,8 +38,9 @@ void main() {
         counts[e] = 0;
     }
     barrier();
+    // relaxed atomics: their scope is said, for not every device has the wider one that is meant otherwise
     for (uint p = me; p < pair_count; p += all) {
-        atomicAdd(counts[ids[ids_at + p]], 1);
+        atomicAdd(counts[ids[ids_at + p]], 1, gl_ScopeWorkgroup, 0, 0);
     }
     barrier();
     for (uint e = me; e < EXPERTS; e += all) {
@@ -61,7 +63,7 @@ void main() {
     }
     barrier();
     for (uint p = me; p < pair_count; p += all) {
-        const uint place = atomicAdd(cursors[ids[ids_at + p]], 1);
+        const uint place = atomicAdd(cursors[ids[ids_at + p]], 1, gl_ScopeWorkgroup, 0, 0);
         pairs[pairs_at + place] = p;
         places[places_at + p] = place;
     }

@@ -5,7 +5,7 @@
 // weight     float [size]
 // rope       float [2, rows, size/2]      cosines, then sines
 //
-// push: rows, heads, size (even with rope); eps; the _at of every binding. Groups: (heads, rows); one workgroup a head.
+// push: heads, size (even with rope), eps; rows (with rope); the _at of every binding. Groups: (heads, rows); one workgroup a head.
 // Reference: reference.head_norm_rope.
 //
 // variant: head_norm_rope WEIGHT ROPE
@@ -25,7 +25,9 @@ layout(push_constant) uniform Push {
 #ifdef ROPE
     uint rope_at;
 #endif
+#ifdef ROPE
     uint rows;
+#endif
     uint heads;
     uint size;
     float eps;
