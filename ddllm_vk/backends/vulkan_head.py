@@ -32,8 +32,10 @@ TILE_BYTES, ROW_BYTES, LIST_BYTES, SOFT_BYTES, CANDIDATE_BYTES = 16, 32, 12, 12,
 NO_ROW = 2**32 - 1
 #: Bounds of the 2-norm of the probabilities that a sparse embedding leaves to the vocabulary's mean: cpu/head.py
 WANTED, ALLOWED_F32, ALLOWED_INT8 = 1e-5, 3e-5, 2e-4
-#: Entropies are multiples of 2^-32 below 32: as many rows can be summed without rounding in float64.
-MOST_ROWS = 2**16
+#: lavapipe ends a shader's loops, without a word, after 65,535 iterations of one invocation in all: what bounds the
+#: rows (entropy_bound compares each with each) and the tokens of a chunk (soft_accumulate). Sums of so many entropies,
+#: multiples of 2^-32 below 32, are exact in float64.
+MOST_ROWS, MOST_TOKENS = 1024, 2**15
 
 _LIMIT_64 = 2**64 - 1
 
@@ -85,7 +87,7 @@ class Chunk:
 
 def split(table: Table, rows: int, chunk_bytes: int) -> tuple[list[Chunk], np.ndarray]:
     """The chunks of the vocabulary for `rows` rows, and the first token of every sampling tile, uint32 [tiles + 1]."""
-    step = max(1, chunk_bytes // (4 * rows * TILE)) * TILE
+    step = min(max(1, chunk_bytes // (4 * rows * TILE)) * TILE, MOST_TOKENS)
     chunks, begins = [], []
     for part in table.parts:
         tile_bytes = part.weight.nbytes // -(-part.count // 16)
