@@ -171,7 +171,7 @@ def run_once(
     slices: dict[str, Any] = {}
     for binding, array in operands.items():
         size = -(-array.nbytes // 4) * 4
-        before = 4 * 75 if f"{binding}_at" in taken else 0  # no multiple of any alignment but that of words
+        before = 4 * 76 if f"{binding}_at" in taken else 0  # no multiple of any alignment but that of vec4
         buffer = runtime.allocate(before + size + 64)
         runtime.upload(buffer, np.full(buffer.nbytes, GUARD, dtype=np.uint8))
         slices[binding] = buffer.slice(before, size)
