@@ -5,10 +5,12 @@ import pytest
 
 from ddllm_vk import quants
 from ddllm_vk.backends import vulkan_head
-from ddllm_vk.backends.vulkan_head import Table, TablePart, VulkanHead
-from ddllm_vk.cpu.kernels import ThreadPool, head_statistics, pack
+from ddllm_vk.backends.vulkan_head import VulkanHead
+from ddllm_vk.cpu.kernels import ThreadPool, head_statistics
+from ddllm_vk.cpu.kernels import pack as pack_cpu
 from ddllm_vk.errors import GpuError
 from ddllm_vk.gpu.program import Program
+from ddllm_vk.gpu.weights import DeviceWeight, Part, pack
 
 F32 = np.float32
 SOFTCAP, TEMPERATURE = 30.0, 0.7
@@ -28,34 +30,18 @@ def entropy_of(p: np.ndarray) -> np.ndarray:
     return -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
 
 
-def packed(fmt: str, raw: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Bytes of a matrix in the order of shaders/weights.glsl, from those of a file."""
-    tiles = -(-rows // 16)
-    width = {"f32": 4, "f16": 8, "bf16": 8, "q40": 32, "q80": 32}[fmt]
-    if fmt in quants.QUANTIZED:
-        blocks = np.zeros((tiles * 16, columns // 32, quants.BLOCK_BYTES[fmt]), np.uint8)
-        blocks[:rows] = raw.reshape(rows, columns // 32, -1)
-        blocks = blocks.reshape(tiles, 16, columns // 32, -1).transpose(0, 2, 1, 3)
-        parts = [blocks[..., :2], *(blocks[..., at : at + 16] for at in range(2, blocks.shape[-1], 16))]
-        return np.concatenate([np.ascontiguousarray(p).reshape(tiles, columns // 32, -1) for p in parts], axis=-1)
-    steps = -(-columns // width)
-    values = np.zeros((tiles * 16, steps * width), raw.dtype)
-    values[:rows, :columns] = raw
-    return np.ascontiguousarray(values.reshape(tiles, 16, steps, width).transpose(0, 2, 1, 3))
-
-
-def make_table(runtime, fmt: str, values: np.ndarray, part_rows: int | None = None) -> tuple[Table, np.ndarray]:
+def make_table(runtime, fmt: str, values: np.ndarray, part_rows: int | None = None) -> tuple[DeviceWeight, np.ndarray]:
     """The table on the device, in parts of `part_rows` tokens, and its values in float64."""
     vocab, columns = values.shape
     raw = quants.quantize(fmt, values)
     parts = []
     for first in range(0, vocab, part_rows or vocab):
         count = min(part_rows or vocab, vocab - first)
-        data = packed(fmt, raw[first : first + count], count, columns)
+        data = pack(fmt, raw[first : first + count])
         weight = runtime.allocate(data.nbytes + 256).slice(256, data.nbytes)
         runtime.upload(weight, data)
-        parts.append(TablePart(weight, first, count))
-    return Table(fmt, vocab, columns, parts), quants.dequantize(fmt, raw).astype(np.float64)
+        parts.append(Part(weight, first, count))
+    return DeviceWeight(fmt, (vocab, columns), tuple(parts)), quants.dequantize(fmt, raw).astype(np.float64)
 
 
 class GivenProducts:
@@ -79,24 +65,44 @@ class GivenProducts:
         program.dispatch(self.runtime.pipeline("gather_rows"), operands, {"words": count}, (self.rows,))
 
 
-def run_head(runtime, table, x, products, uniforms, scale, *, forbidden=(), row=-1, dense=False, **options):
-    """One whole step: the head, its record, and the self-conditioning embedding."""
-    rows, columns = x.shape
+class LinearProducts:
+    """A Product of the linear shaders."""
+
+    def __init__(self, runtime, shader: str, rows: int, columns: int):
+        self.pipeline, self.rows, self.columns = runtime.pipeline(shader), rows, columns
+        self.everything = runtime.allocate(4)
+        runtime.upload(self.everything, np.array([rows], np.int32))
+
+    def __call__(self, program, x, weight, count, result, limit) -> None:
+        operands = {"x": x, "weight": weight, "result": result}
+        operands["limit"] = limit.slice(0, 4) if limit else self.everything
+        push = {"columns": self.columns, "first": 0, "count": count, "stride": count, "rows": self.rows}
+        width = self.pipeline.workgroup[0] * self.pipeline.constants["TILE_COLUMNS"]
+        groups = (-(-self.rows // self.pipeline.constants["TILE_ROWS"]), -(-count // width))
+        program.dispatch(self.pipeline, operands, push, groups)
+
+
+def run_head(runtime, table, x, product, uniforms, scale, *, forbidden=(), row=-1, integer=False, **options):
+    """One whole step: the head, its record, and the self-conditioning embedding. product: float products, or what makes
+    a Product."""
+    rows = len(x)
     head = VulkanHead(runtime, table, rows, **options)
     head.set_head(SOFTCAP, TEMPERATURE, row, forbidden)
     head.set_sampler(0.1, 1, 0.005, True)
     head.set_noise(uniforms, np.arange(rows, dtype=np.int32))
-    rows_x, gathered, result = (runtime.allocate(x.nbytes) for _ in range(3))
-    runtime.upload(rows_x, x)
-    product = GivenProducts(runtime, products, head)
+    inputs, gathered = (runtime.allocate(x.nbytes).slice() for _ in range(2))
+    result = runtime.allocate(4 * rows * table.columns)
+    runtime.upload(inputs, x)
+    if isinstance(product, np.ndarray):
+        product = GivenProducts(runtime, product, head)
     program = Program()
-    head.record_statistics(program, rows_x.slice(), product)
-    head.record_selection(program, 0.0 if dense else vulkan_head.ALLOWED_F32)
-    head.record_sampling(program, rows_x.slice())
+    head.record_statistics(program, inputs, product)
+    head.record_selection(program, vulkan_head.ALLOWED_INT8 if integer else vulkan_head.ALLOWED_F32)
+    head.record_sampling(program, inputs, integer)
     head.record_decisions(program)
-    head.record_soft(program, rows_x.slice(), columns, gathered.slice(), product, scale, result.slice())
+    head.record_soft(program, inputs, x.nbytes // 4 // rows, gathered, product, scale, result.slice())
     runtime.record(program).run()
-    return head, head.read(), runtime.download(result, F32).reshape(rows, columns)
+    return head, head.read(), runtime.download(result, F32).reshape(rows, table.columns)
 
 
 def check_sampled(sampled: np.ndarray, p: np.ndarray, uniforms: np.ndarray) -> None:
@@ -134,14 +140,20 @@ def test_a_step_behind_the_last_layer(runtime, rows, vocab, hidden, fmt, part, w
     )  # fmt: skip
     p = probabilities(products, row, forbidden)
     check_step(step, p, uniforms)
+    check_soft(runtime, head, step, soft / 8, p, values, vulkan_head.ALLOWED_F32)
+
+
+def check_soft(runtime, head, step, soft, p, values, allowed: float) -> np.ndarray:
+    """bool [rows]: which rows' embeddings are sparse. What they leave out is small, and their error no larger."""
+    kept, sparse = kept_tokens(head, runtime)
+    assert step.dense_rows == (~sparse).sum()
+    rest = np.linalg.norm(np.where(kept, 0, p), axis=1)
+    assert np.all(rest[sparse] <= 1.01 * allowed + 1e-6)
     # the mean row stands for what was left out: an error of its 2-norm in the directions of the rows around it
-    kept, decided = kept_tokens(head, runtime)
-    assert step.dense_rows == (~decided).sum()
-    rest = np.where(kept, 0, p)
-    assert np.all(np.linalg.norm(rest[decided], axis=1) <= 1.01 * vulkan_head.ALLOWED_F32 + 1e-6)
     spread = np.linalg.norm(values - values.mean(axis=0), ord=2)
-    tolerance = 2e-5 * np.abs(values).max() + np.where(decided, np.linalg.norm(rest, axis=1), 0) * spread
-    assert np.all(np.abs(soft - 8 * p @ values) <= 8 * tolerance[:, None])
+    tolerance = 2e-5 * np.abs(values).max() + np.where(sparse, rest, 0) * spread
+    assert np.all(np.abs(soft - p @ values) <= tolerance[:, None])
+    return sparse
 
 
 def probabilities(products: np.ndarray, row: int = -1, forbidden=()) -> np.ndarray:
@@ -163,7 +175,7 @@ def kept_tokens(head: VulkanHead, runtime) -> tuple[np.ndarray, np.ndarray]:
     """bool [rows, vocab]: the tokens of the sparse embeddings; bool [rows]: which are sparse."""
     soft = runtime.download(head.soft, np.uint32).reshape(head.rows, 3)
     ids = runtime.download(head.candidates, np.uint32).reshape(head.rows, head.capacity, 2)[..., 0]
-    kept = np.zeros((head.rows, head.table.vocab), bool)
+    kept = np.zeros((head.rows, head.table.rows), bool)
     for row, count in enumerate(soft[:, 1]):
         assert np.all(np.diff(ids[row, :count].astype(np.int64)) > 0)  # in id order, once each
         kept[row, ids[row, :count]] = True
@@ -185,11 +197,9 @@ def test_a_large_vocabulary_and_a_guarded_row(runtime):
     guarded[0] = probabilities(products, 0, likely)[0]
     check_step(step, guarded, uniforms)
     assert np.array_equal(head.read().canvas, runtime.download(head.canvas, np.int32))
-    kept, decided = kept_tokens(head, runtime)
-    assert decided[1]
-    assert not decided[3:].any()
-    rest = np.linalg.norm(np.where(kept, 0, p), axis=1)
-    assert np.all(rest[decided] <= 1.01 * vulkan_head.ALLOWED_F32 + 1e-6)
+    sparse = check_soft(runtime, head, step, soft, p, values, vulkan_head.ALLOWED_F32)
+    assert sparse[1]
+    assert not sparse[3:].any()
     error = np.linalg.norm(soft - p @ values, axis=1) / np.linalg.norm(values, axis=1).mean()
     assert error.max() < 1e-4
 
@@ -205,6 +215,27 @@ def test_a_long_tail_of_improbable_tokens_is_no_reason_for_a_dense_product(runti
     assert np.linalg.norm(soft - p @ values, axis=1).max() < 1e-4 * np.linalg.norm(values, axis=1).mean()
 
 
+@pytest.mark.parametrize("fmt", ["q40", "q80", "f32", "bf16"])
+@pytest.mark.parametrize("integer", [False, True])
+def test_with_the_linear_shaders(runtime, fmt, integer):
+    if integer and fmt not in quants.QUANTIZED:
+        return
+    rows, vocab, hidden = 11, 1300, 96
+    table, values = make_table(runtime, fmt, random(1, vocab, hidden), 608)
+    x = np.geomspace(0.1, 1.5, rows, dtype=F32)[:, None] * random(2, rows, hidden)
+    inputs, exact = quantised_rows(x) if integer else (x, x.astype(np.float64))
+    uniforms = np.random.default_rng(3).random(rows)
+    product = LinearProducts(runtime, f"linear_{fmt}" + "_int" * integer, rows, hidden)
+    head, step, soft = run_head(
+        runtime, table, inputs, product, uniforms, 2.0, integer=integer, chunk_bytes=4 * rows * 512, guard=True
+    )
+    p = probabilities(exact @ values.T)
+    check_step(step, p, uniforms)
+    allowed = vulkan_head.ALLOWED_INT8 if integer else vulkan_head.ALLOWED_F32
+    sparse = check_soft(runtime, head, step, soft / 2, p, values, allowed)
+    assert 0 < sparse.sum() < rows
+
+
 def test_the_same_tokens_as_on_the_cpu(runtime):
     """With the same products: every choice, and entropies to float32."""
     vocab, hidden, rows = 3000, 64, 64
@@ -213,7 +244,7 @@ def test_the_same_tokens_as_on_the_cpu(runtime):
     uniforms = np.random.default_rng(4).random(rows)
     pool = ThreadPool(2)
     cpu = head_statistics(
-        pool, x, pack("q80", quants.quantize("q80", random(1, vocab, hidden)), (vocab, hidden), pool),
+        pool, x, pack_cpu("q80", quants.quantize("q80", random(1, vocab, hidden)), (vocab, hidden), pool),
         SOFTCAP, TEMPERATURE, uniforms, quantized=False,
     )  # fmt: skip
     _, step, _ = run_head(runtime, table, x, x @ values.T, uniforms, 1.0)
