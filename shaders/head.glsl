@@ -23,8 +23,8 @@ struct Row {
     int argmax;
     float entropy;  // nats, a multiple of 2^-32; NaN: z is no number
     uint tile;  // that the sampled token is in
-    float residual;  // what the sum of exp(z - largest) over the tile's tokens must exceed at the sampled token
-    float padding;
+    float residual;  // residual + residual_low: what the sum of exp(z - largest) over the tile's tokens must exceed at
+    float residual_low;  // the sampled token
 };
 
 // A row's list of candidates for its self-conditioning embedding.

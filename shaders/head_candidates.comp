@@ -39,19 +39,18 @@ shared uvec2 list[CAPACITY];
 shared float z[TILE];
 shared uint counts[gl_WorkGroupSize.x];
 
-const uint ME_ALL = 0xFFFFFFFFu;
-
-// The sum of `count` over the workgroup's invocations below `upto`.
-uint counted(uint count, uint upto) {
+// Afterwards counts[i] is the sum of `count` over invocations 0..i.
+void add_up(uint count) {
     const uint me = gl_LocalInvocationID.x;
-    barrier();  // what was counted before has been read
+    barrier();  // the counts before have been read
     counts[me] = count;
     barrier();
-    uint sum = 0;
-    for (uint i = 0; i < min(upto, gl_WorkGroupSize.x); i++) {
-        sum += counts[i];
+    for (uint distance = 1; distance < gl_WorkGroupSize.x; distance *= 2) {
+        const uint other = me >= distance ? counts[me - distance] : 0;
+        barrier();
+        counts[me] += other;
+        barrier();
     }
-    return sum;
 }
 
 // How many of the list's and the tile's z are above `limit`.
@@ -63,7 +62,8 @@ uint above(float limit, uint kept) {
     for (uint i = gl_LocalInvocationID.x; i < TILE; i += gl_WorkGroupSize.x) {
         count += z[i] > limit ? 1 : 0;
     }
-    return counted(count, ME_ALL);
+    add_up(count);
+    return counts[gl_WorkGroupSize.x - 1];
 }
 
 // Keeps what is above `limit`, in order; returns how many. A round reads before it writes, and writes no further on.
@@ -73,11 +73,11 @@ uint compact(float limit, uint kept) {
     for (uint begin = 0; begin < kept; begin += gl_WorkGroupSize.x) {
         const uvec2 entry = list[min(begin + me, kept - 1)];
         const bool keep = begin + me < kept && uintBitsToFloat(entry.y) > limit;
-        const uint at = left + counted(keep ? 1 : 0, me);
+        add_up(keep ? 1 : 0);
         if (keep) {
-            list[at] = entry;
+            list[left + counts[me] - 1] = entry;
         }
-        left += counted(keep ? 1 : 0, ME_ALL);
+        left += counts[gl_WorkGroupSize.x - 1];
     }
     return left;
 }
@@ -133,14 +133,15 @@ void main() {
         for (uint i = me * run; i < min(me * run + run, TILE); i++) {
             count += z[i] > limit ? 1 : 0;
         }
-        uint at = state.kept + counted(count, me);
+        add_up(count);
+        uint at = state.kept + counts[me] - count;
         for (uint i = me * run; i < min(me * run + run, TILE); i++) {
             if (z[i] > limit) {
                 list[at] = uvec2(first_token + begin + i, floatBitsToUint(z[i]));
                 at++;
             }
         }
-        state.kept += counted(count, ME_ALL);
+        state.kept += counts[gl_WorkGroupSize.x - 1];
     }
     barrier();
     if (loaded) {

@@ -129,6 +129,6 @@ void main() {
             }
         }
     }
-    const float residual = two_add(target, -before).x;
-    result[row] = Row(top, total.x, total.y, token, entropy, chosen, residual, 0.0);
+    const vec2 residual = two_add(target, -before);
+    result[row] = Row(top, total.x, total.y, token, entropy, chosen, residual.x, residual.y);
 }

@@ -42,7 +42,7 @@ void main() {
         if (e > 0.0) {
             token = int(begin + j);
             passed = two_add(passed, e);
-            if (passed.x > stats.residual) {
+            if (greater(passed, vec2(stats.residual, stats.residual_low))) {
                 break;
             }
         }

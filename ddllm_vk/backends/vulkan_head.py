@@ -22,6 +22,8 @@ from ..errors import GpuError
 from ..gpu.buffers import Buffer, Slice
 from ..gpu.program import Program
 from ..gpu.runtime import Runtime
+from ..gpu.weights import TILE as WEIGHT_TILE
+from ..gpu.weights import DeviceWeight, tile_bytes
 
 TILE = 256  #: tokens of a sampling tile, at most (shaders/head.glsl)
 CANDIDATES = 1024  #: tokens a row's sparse self-conditioning embedding is made of, at most
@@ -32,35 +34,18 @@ TILE_BYTES, ROW_BYTES, LIST_BYTES, SOFT_BYTES, CANDIDATE_BYTES = 16, 32, 12, 12,
 NO_ROW = 2**32 - 1
 #: Bounds of the 2-norm of the probabilities that a sparse embedding leaves to the vocabulary's mean: cpu/head.py
 WANTED, ALLOWED_F32, ALLOWED_INT8 = 1e-5, 3e-5, 2e-4
-#: Entropies are multiples of 2^-32 below 32: as many rows can be summed without rounding in float64.
-MOST_ROWS = 2**16
+#: lavapipe ends a shader's loops, without a word, after 65,535 iterations of one invocation in all: what bounds the
+#: rows (entropy_bound compares each with each) and the tokens of a chunk (soft_accumulate). Sums of so many entropies,
+#: multiples of 2^-32 below 32, are exact in float64.
+MOST_ROWS, MOST_TOKENS = 1024, 2**15
 
 _LIMIT_64 = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class TablePart:
-    """Consecutive rows of the embedding table in one buffer, in tiles of 16 (shaders/weights.glsl)."""
-
-    weight: Slice
-    first: int  #: token of its first row, a multiple of 16
-    count: int
-
-
-@dataclass(frozen=True)
-class Table:
-    """The embedding table, which is also the head. `parts` in order of tokens, without gaps."""
-
-    format: str  #: "f32", "f16", "bf16", "q40" or "q80"
-    vocab: int
-    columns: int
-    parts: Sequence[TablePart]
 
 
 class Product(Protocol):
     """Appends to `program`: result[i, :count] = x[i] @ weight.T, result float32 [rows, count] without gaps.
 
-    x: rows as the linear shaders take them; weight: `count` rows of the table, whole tiles of 16. limit: None, or a
+    x: rows as the linear shaders take them; weight: `count` rows of the table, whole tiles of them. limit: None, or a
     buffer whose first word (int) is how many rows matter: the others may be left as they are.
     """
 
@@ -83,19 +68,19 @@ class Chunk:
         return -(-self.count // TILE)
 
 
-def split(table: Table, rows: int, chunk_bytes: int) -> tuple[list[Chunk], np.ndarray]:
+def split(table: DeviceWeight, rows: int, chunk_bytes: int) -> tuple[list[Chunk], np.ndarray]:
     """The chunks of the vocabulary for `rows` rows, and the first token of every sampling tile, uint32 [tiles + 1]."""
-    step = max(1, chunk_bytes // (4 * rows * TILE)) * TILE
+    step = min(max(1, chunk_bytes // (4 * rows * TILE)) * TILE, MOST_TOKENS)
+    row_tile = tile_bytes(table.format, table.columns)
     chunks, begins = [], []
     for part in table.parts:
-        tile_bytes = part.weight.nbytes // -(-part.count // 16)
         for at in range(0, part.count, step):
             count = min(step, part.count - at)
-            offset = part.weight.offset + at // 16 * tile_bytes
-            weight = Slice(part.weight.buffer, offset, -(-count // 16) * tile_bytes)
+            offset = part.slice.offset + at // WEIGHT_TILE * row_tile
+            weight = Slice(part.slice.buffer, offset, -(-count // WEIGHT_TILE) * row_tile)
             chunks.append(Chunk(weight, part.first + at, count, len(begins)))
             begins += range(part.first + at, part.first + at + count, TILE)
-    return chunks, np.array([*begins, table.vocab], np.uint32)
+    return chunks, np.array([*begins, table.rows], np.uint32)
 
 
 def bound_limit(entropy_bound: float) -> int:
@@ -152,7 +137,7 @@ class VulkanHead:
     def __init__(
         self,
         runtime: Runtime,
-        table: Table,
+        table: DeviceWeight,
         rows: int,
         *,
         guard: bool = True,
@@ -287,7 +272,7 @@ class VulkanHead:
             push = {"columns": self.table.columns, "x_rows": self.rows}
             push |= {"part_first": part.first, "part_count": part.count}
             groups = (-(-TILE // self.workgroup), self.all_rows)
-            self._dispatch(program, shader, operands | {"weight": part.weight}, push, groups)
+            self._dispatch(program, shader, operands | {"weight": part.slice}, push, groups)
         operands = {"products": self.tile_products, "settings": self.settings, "rows": self.row_stats}
         operands |= {"tile_begin": self.tile_begin, "sampled": self.sampled}
         groups = (-(-self.all_rows // self.workgroup),)
@@ -337,7 +322,7 @@ class VulkanHead:
             push = {"columns": self.table.columns, "capacity": self.capacity, "scale": scale}
             push |= {"part_first": part.first, "part_count": part.count}
             groups = (self._column_groups, self.rows)
-            bound = operands | {"weight": part.weight, "result": result}
+            bound = operands | {"weight": part.slice, "result": result}
             self._dispatch(program, f"soft_rows_{self.table.format}", bound, push, groups)
 
     # What is computed at once
@@ -368,7 +353,7 @@ class VulkanHead:
         """The table's mean row: every token with the probability 1 / vocab."""
         self.runtime.upload(self.dense, np.array([1], np.int32))
         largest = max(chunk.count for chunk in self.chunks)
-        self.runtime.upload(self.products, np.full(largest, 1 / self.table.vocab, np.float32))
+        self.runtime.upload(self.products, np.full(largest, 1 / self.table.rows, np.float32))
         program = Program()
         for chunk in self.chunks:
             self._record_accumulate(program, chunk, self._products(chunk), self.mean, rows=1, tile_rows=1)
