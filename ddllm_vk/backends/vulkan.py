@@ -20,12 +20,10 @@ from ..gpu.weights import DeviceWeight, device_bytes, upload_weight
 from ..ops import HeadStatistics
 from ..quants import QUANTIZED
 from .vulkan_arrays import CacheArray, DeviceArray
-from .vulkan_head import ALLOWED_F32, ALLOWED_INT8, Table, TablePart, VulkanHead
+from .vulkan_head import ALLOWED_F32, ALLOWED_INT8, VulkanHead
 from .vulkan_kernels import Kernels
 
 F32, I32 = np.float32, np.int32
-#: bytes of logits that one program of head_logits makes
-_LOGITS_BYTES = 32 * 2**20
 
 
 class VulkanOps:
@@ -276,8 +274,7 @@ class VulkanOps:
         """What is behind the last layer for so many rows, and where it leaves the soft embedding."""
         key = (id(table), rows)
         if key not in self._heads:
-            parts = [TablePart(part.slice, part.first, part.count) for part in table.parts]
-            head = VulkanHead(self.runtime, Table(table.format, table.rows, table.columns, parts), rows, guard=False)
+            head = VulkanHead(self.runtime, table, rows, guard=False)
             self._heads[key] = head, self.runtime.allocate(4 * rows * table.columns).slice(), table
         return self._heads[key]
 

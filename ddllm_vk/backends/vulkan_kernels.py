@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import GpuError
 from ..gpu.buffers import Buffer, Slice
 from ..gpu.passes import Passes
 from ..gpu.program import Program
@@ -15,6 +16,7 @@ from .vulkan_arrays import DeviceArray
 _RECORD_BYTES = 48  #: of a block of quantised activations: quantize_rows.comp
 _ELEMENTS = 4096  #: numbers that a workgroup of an elementwise shader is meant to have
 _NO_LIMIT = 2**31 - 1
+_SOFTWARE_LOOPS = 65_000  #: iterations of all loops of one invocation that lavapipe allows: 65,535
 
 
 def ceil(a: int, b: int) -> int:
@@ -204,12 +206,22 @@ class Kernels:
         result = self.take(*q.shape)
         ranges, where = self.passes.parameter(np.int32, (2, rows))
         workgroup = 64 if size > 128 * (self.workgroup // 32) else 32
+        self._check_loops(capacity, size, workgroup)
         constants = {"WORKGROUP_X": workgroup, "TILE_ROWS": 8, "QUADS": ceil(size, 4 * workgroup)}
         pipeline = self.runtime.pipeline(f"attention_{_half(k)}{self.variant}", constants)
         operands = {"q": q.slice, "k": k.slice, "v": v.slice, "ranges": ranges, "result": result}
         push = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "capacity": capacity, "size": size}
         p.dispatch(pipeline, operands, push, (ceil(rows, 8), heads))
         return result, where
+
+    def _check_loops(self, capacity: int, size: int, workgroup: int) -> None:
+        """lavapipe ends loops without a word: attention.comp's, for so many keys, must stay below its bound."""
+        iterations = ceil(capacity, 4 * workgroup) * (size // 4 + 2 * workgroup)
+        if self.runtime.device.type == "cpu" and iterations > _SOFTWARE_LOOPS:
+            raise GpuError(
+                f"{self.runtime.device.title} is a software device, which cannot attend to {capacity} positions at head"
+                f" size {size}; shorten the prompt or use backend='cpu'"
+            )
 
     # Experts
 
