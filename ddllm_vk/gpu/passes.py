@@ -133,17 +133,17 @@ class Passes:
         if node is self._root:
             return
         if node.recording is None:
-            program, at = Program(), node
-            while at.parent is not None:
-                program.dispatches[:0] = at.dispatches
-                at = at.parent
-            node.recording = self.runtime.record(program)
+            node.recording = self.runtime.record(_program(node))
         self._recorded[id(node)] = node
         self._recorded.move_to_end(id(node))
         if len(self._recorded) > MOST_RECORDINGS:
             self._forget(next(iter(self._recorded.values())))
         self.submissions += 1
         node.recording.run()
+
+    def latest(self) -> Program:
+        """The program that was run last, for profiles."""
+        return _program(next(reversed(self._recorded.values())))
 
     def discard(self) -> None:
         """Drops what is pending: the pass was broken off."""
@@ -184,3 +184,12 @@ class Passes:
                 del self._recorded[id(node)]
             for taken in node.parameters:
                 self._parameters.give_back(taken)
+
+
+def _program(node: _Node) -> Program:
+    """All operations from the root to `node`."""
+    program, at = Program(), node
+    while at.parent is not None:
+        program.dispatches[:0] = at.dispatches
+        at = at.parent
+    return program
