@@ -137,10 +137,11 @@ RunShader = Callable[..., dict[str, np.ndarray]]
 
 @pytest.fixture
 def run_shader(runtime) -> RunShader:
-    """run_shader(name, {binding: array}, push, groups, constants=None) -> {binding: array} of what the shader writes.
+    """run_shader(name, {binding: array}, push, groups, constants=None, offset=300) -> {binding: array} it may write.
 
-    Arrays go to the device as they are, each into a slice of its own that begins inside a bigger buffer if the shader
-    takes an offset (`<binding>_at`); what comes back has their dtype and shape. Fails if anything around them changed.
+    Arrays go to the device as they are, each into a slice of its own that begins at byte `offset` of a bigger buffer
+    if the shader takes an offset (`<binding>_at`); what comes back has their dtype and shape. Fails if anything around
+    them changed.
     """
 
     def run(
@@ -149,8 +150,9 @@ def run_shader(runtime) -> RunShader:
         push: Mapping[str, int | float] | None = None,
         groups: tuple[int, ...] = (1,),
         constants: Mapping[str, int | float] | None = None,
+        offset: int = 300,  # no multiple of any alignment but that of words
     ) -> dict[str, np.ndarray]:
-        return run_once(runtime, shader, operands, push, groups, constants)
+        return run_once(runtime, shader, operands, push, groups, constants, offset)
 
     return run
 
@@ -165,13 +167,14 @@ def run_once(
     push: Mapping[str, int | float] | None,
     groups: tuple[int, ...],
     constants: Mapping[str, int | float] | None,
+    offset: int,
 ) -> dict[str, np.ndarray]:
     pipeline = runtime.pipeline(name, constants)
     taken = {p.name for p in pipeline.shader.push_constants}
     slices: dict[str, Any] = {}
     for binding, array in operands.items():
         size = -(-array.nbytes // 4) * 4
-        before = 4 * 76 if f"{binding}_at" in taken else 0  # no multiple of any alignment but that of vec4
+        before = offset if f"{binding}_at" in taken else 0
         buffer = runtime.allocate(before + size + 64)
         runtime.upload(buffer, np.full(buffer.nbytes, GUARD, dtype=np.uint8))
         slices[binding] = buffer.slice(before, size)

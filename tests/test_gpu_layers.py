@@ -1,5 +1,7 @@
 """The layer shaders against cpu/reference.py, on both runtimes, under synchronization validation (gpu_fixtures.py)."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,12 @@ EPS = 1e-6
 FORMATS = ["f32", "f16", "bf16", "q40", "q80"]
 VARIANTS = ["", "_subgroup"]
 EVERY_ROW = np.array([2**31 - 1], np.int32)
+
+
+@pytest.fixture
+def run_shader(run_shader):
+    """Operands begin where vec4 may: at multiples of 16 bytes."""
+    return functools.partial(run_shader, offset=304)
 
 
 def rows(rng, shape, scale=1.0):

@@ -1,6 +1,6 @@
 """CpuOps: the Ops on compiled CPU kernels, computing at once in preallocated buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,9 @@ class CpuOps:
         self.quantized = activations == "q80"
         self.pool = ThreadPool(threads)
         self.arena = Arena()
+
+    def expect(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        pass
 
     def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
@@ -150,7 +153,7 @@ class CpuOps:
         )
         return HeadStatistics(stats.argmax, stats.sampled, stats.entropy, (stats, table))
 
-    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float, out: Any = None) -> np.ndarray:
         stats, table = statistics.soft
         out = np.empty((len(stats.argmax), table.shape[1]), dtype=F32)
         return kernels.soft_embedding(self.pool, stats, table, scale, out)[:rows]

@@ -59,6 +59,8 @@ class CountList(click.ParamType):
 def bench(
     model_path: Path | None,
     backend: str,
+    device: int | None,
+    gpu_runtime: str,
     weights: str,
     activations: str,
     threads: int | None,
@@ -72,7 +74,8 @@ def bench(
     self-conditioning, later ones have.
     """  # fmt: skip
     started = time.perf_counter()
-    choices = {"backend": backend, "weights": weights, "activations": activations}
+    choices = {"backend": backend, "device": device, "gpu_runtime": gpu_runtime}
+    choices |= {"weights": weights, "activations": activations}
     model = load(model_path, threads, show_progress=True, **choices)
     load_seconds = time.perf_counter() - started
     from ..cpu.threads import default_threads
@@ -89,6 +92,7 @@ def bench(
     figures = {
         "model": str(model.path),
         **choices,
+        "backend": model.backend,
         "threads": threads or default_threads(),
         "canvas_length": config.canvas_length,
         "weight_bytes": int(model.weight_bytes),
