@@ -32,6 +32,7 @@ SETTINGS_WORDS = 64
 FORBIDDEN = SETTINGS_WORDS - 16  #: ids that can be forbidden, at most
 TILE_BYTES, ROW_BYTES, LIST_BYTES, SOFT_BYTES, CANDIDATE_BYTES = 16, 32, 12, 12, 8
 NO_ROW = 2**32 - 1
+DENSE_ROWS = 8  #: rows of the dense product that one invocation makes
 #: Bounds of the 2-norm of the probabilities that a sparse embedding leaves to the vocabulary's mean: cpu/head.py
 WANTED, ALLOWED_F32, ALLOWED_INT8 = 1e-5, 3e-5, 2e-4
 #: lavapipe ends a shader's loops, without a word, after 65,535 iterations of one invocation in all: what bounds the
@@ -153,6 +154,10 @@ class VulkanHead:
         self.chunks, begins = split(table, rows, chunk_bytes)
         self.tile_count = len(begins) - 1
         largest = max(chunk.count for chunk in self.chunks)
+
+        # of subgroups, the last one of a workgroup included, that have an invocation for each of DENSE_ROWS
+        whole = workgroup % DENSE_ROWS == 0 and runtime.device.subgroup_size >= DENSE_ROWS
+        self._subgroups = whole and "subgroup_shuffle" in runtime.features
 
         held = len(runtime.buffers)
         # written by the host
@@ -307,13 +312,12 @@ class VulkanHead:
         self._dispatch(program, "soft_probabilities", operands, push, groups)
         self._record_accumulate(program, chunk, products, self.sums, self.rows)
 
-    def _record_accumulate(
-        self, program: Program, chunk: Chunk, p: Slice, sums: Buffer, rows: int, tile_rows: int = 8
-    ) -> None:
+    def _record_accumulate(self, program: Program, chunk: Chunk, p: Slice, sums: Buffer, rows: int) -> None:
         operands = {"p": p, "weight": chunk.weight, "dense": self.dense, "sums": sums}
         push = {"stride": chunk.count, "tokens": chunk.count, "columns": self.table.columns}
+        shader = f"soft_accumulate_{self.table.format}" + ("_subgroup" if self._subgroups and rows > 1 else "")
+        tile_rows = DENSE_ROWS if rows > 1 else 1
         groups = (self._column_groups, -(-rows // tile_rows))
-        shader = f"soft_accumulate_{self.table.format}"
         self._dispatch(program, shader, operands, push | {"first_token": chunk.first}, groups, TILE_ROWS=tile_rows)
 
     def _record_soft_rows(self, program: Program, scale: float, result: Slice) -> None:
@@ -356,7 +360,7 @@ class VulkanHead:
         self.runtime.upload(self.products, np.full(largest, 1 / self.table.rows, np.float32))
         program = Program()
         for chunk in self.chunks:
-            self._record_accumulate(program, chunk, self._products(chunk), self.mean, rows=1, tile_rows=1)
+            self._record_accumulate(program, chunk, self._products(chunk), self.mean, rows=1)
         self._run(program)
 
     def _upload_products(self, chunk: Chunk, z: np.ndarray) -> None:
