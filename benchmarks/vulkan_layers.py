@@ -87,7 +87,7 @@ def products(runtime: Runtime, repeat: int, m: int = 256, k: int = 2816, n: int 
     ops = VulkanOps(runtime, 1e-6)
     for fmt in quants.QUANTIZED:
         raw = quants.quantize(fmt, rng.standard_normal((n, k), dtype=np.float32))
-        weight = ops.upload(fmt, raw, (n, k))
+        weight = ops.upload(fmt, lambda first, count, raw=raw: raw[first : first + count], (n, k))
         x = runtime.allocate(4 * m * k).slice()
         runtime.upload(x, rng.standard_normal((m, k), dtype=np.float32))
         program = Program()

@@ -35,10 +35,14 @@ TOKENS = 256
 CANDIDATES = 1024
 #: Candidates this far below the maximum have a probability below e^-22, all 262,144 of them below 1e-4 together.
 DEPTH = 22.0
-#: A row whose candidates miss this much probability needs the dense product.
-DROPPED = 1e-4
-#: The candidates handed on miss about this much, if those kept do not miss more.
-WANTED = 1e-7
+#: The vocabulary's mean embedding stands for the tokens left out of a row's sparse one. What that gets wrong is bounded
+#: by the 2-norm of their probabilities (measured: up to three times it, in units of an embedding's length). A row where
+#: it cannot be kept below this needs the dense product. int8 activations round what comes of it to about 5e-3.
+DROPPED_F32, DROPPED_INT8 = 3e-5, 2e-4
+#: The candidates handed on leave out about this much (2-norm), where that is possible.
+WANTED = 1e-5
+#: In a row that needs the dense product, tokens of at least this probability are candidates all the same.
+EXACT = 1e-4
 
 
 @kernel
@@ -211,9 +215,33 @@ def head_chunk(
 
 
 @kernel
+def _threshold(e, count, total, floor, limit):
+    """The highest threshold t (0: none but all) for which the tokens with exp(z - max) < t, each below max(t, floor),
+    have probabilities of a 2-norm of at most `limit`; -1 if there is none."""
+    mass = 0.0
+    for i in range(count):
+        mass += np.float64(e[i])
+    if math.sqrt(np.float64(floor) * max(total - mass, 0.0)) > limit * total:
+        return np.float32(-1)
+    low, high = np.float32(0), np.float32(1)
+    for _ in range(40):
+        middle = np.sqrt(low * high) if low > np.float32(0) else high * np.float32(0.125)
+        if middle <= low or middle >= high:
+            break
+        mass = 0.0
+        for i in range(count):
+            mass += np.float64(e[i]) if e[i] >= middle else 0.0
+        if math.sqrt(np.float64(max(middle, floor)) * max(total - mass, 0.0)) <= limit * total:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@kernel
 def _finish(
-    largest, total, weighted, tile_largest, tile_total, ids, values, kept, uniforms, wanted,
-    entropy, tile, residual, soft_ids, soft_probabilities, soft_counts, dropped, counter, jobs, grain,
+    largest, total, weighted, tile_largest, tile_total, ids, values, kept, floor, uniforms, wanted, allowed,
+    entropy, tile, residual, soft_ids, soft_probabilities, soft_counts, dropped, decided, counter, jobs, grain,
 ):  # fmt: skip
     """Job: a row."""
     e = np.empty(ids.shape[1], np.float32)
@@ -240,19 +268,14 @@ def _finish(
             count = kept[row]
             for i in range(count):
                 e[i] = exp32(values[row, i] - largest[row])
-            # The highest threshold whose candidates still have the wanted mass; 0 (all of them) if none has.
-            low, high = np.float32(0), np.float32(1)
-            for _ in range(40):
-                middle = np.sqrt(low * high) if low > np.float32(0) else high * np.float32(0.125)
-                if middle <= low or middle >= high:
-                    break
-                mass = 0.0
-                for i in range(count):
-                    mass += np.float64(e[i]) if e[i] >= middle else 0.0
-                if mass >= (1.0 - wanted) * total[row]:
-                    low = middle
-                else:
-                    high = middle
+            # no token that is not among the candidates is above this
+            highest = max(exp32(floor[row] - largest[row]), exp32(np.float32(-DEPTH)))
+            low = _threshold(e, count, total[row], highest, wanted)
+            if low < np.float32(0):
+                low = _threshold(e, count, total[row], highest, allowed)
+            decided[row] = low >= np.float32(0)
+            if not decided[row]:
+                low = np.float32(EXACT * total[row])
             used = 0
             mass = 0.0
             for i in range(count):
@@ -262,14 +285,15 @@ def _finish(
                     mass += np.float64(e[i])
                     used += 1
             soft_counts[row] = used
-            dropped[row] = 1.0 - mass / total[row]
+            dropped[row] = max(0.0, 1.0 - mass / total[row])
 
 
 @dataclass(frozen=True, eq=False)
 class HeadSummary:
     """What `finish` makes of a HeadState. entropy: float64 [rows], nats. tile: int32 [rows], the sampling tile;
     residual: float64 [rows], what the sum of its exponentials must exceed. soft_*: the candidates, see HeadStatistics.
-    dropped: float64 [rows], the probability that the candidates miss."""
+    dropped: float64 [rows], the probability that the candidates miss; decided: bool [rows], whether the rest is
+    small enough (DROPPED_*)."""
 
     entropy: np.ndarray
     argmax: np.ndarray
@@ -279,10 +303,11 @@ class HeadSummary:
     soft_probabilities: np.ndarray
     soft_counts: np.ndarray
     dropped: np.ndarray
+    decided: np.ndarray
 
 
-def finish(pool: ThreadPool, state: HeadState, uniforms: np.ndarray) -> HeadSummary:
-    """Close the statistics; uniforms: float64 [rows] in [0, 1), one random number a row."""
+def finish(pool: ThreadPool, state: HeadState, uniforms: np.ndarray, allowed: float = DROPPED_F32) -> HeadSummary:
+    """Close the statistics; uniforms: float64 [rows] in [0, 1), one random number a row; allowed: see DROPPED_*."""
     rows = state.rows
     check(uniforms, "uniforms", (rows,), np.float64)
     summary = HeadSummary(
@@ -294,10 +319,12 @@ def finish(pool: ThreadPool, state: HeadState, uniforms: np.ndarray) -> HeadSumm
         np.zeros(state.ids.shape, np.float32),
         np.zeros(rows, np.int32),
         np.zeros(rows),
+        np.zeros(rows, np.bool_),
     )
     s, r = state, summary
-    taken = (s.largest, s.total, s.weighted, s.tile_largest, s.tile_total, s.ids, s.values, s.kept, uniforms, WANTED)
-    given = (r.entropy, r.tile, r.residual, r.soft_ids, r.soft_probabilities, r.soft_counts, r.dropped)
+    sums = (s.largest, s.total, s.weighted, s.tile_largest, s.tile_total)
+    taken = (*sums, s.ids, s.values, s.kept, s.floor, uniforms, WANTED, allowed)
+    given = (r.entropy, r.tile, r.residual, r.soft_ids, r.soft_probabilities, r.soft_counts, r.dropped, r.decided)
     pool.run(_finish, rows, *taken, *given, grain=row_grain(pool, rows, rows * state.capacity * 16))
     return summary
 
@@ -358,8 +385,9 @@ class HeadStatistics:
     """One denoising step's head. argmax, sampled: int32 [M]; entropy: float64 [M], nats.
 
     soft_ids int32, soft_probabilities float32 [M, capacity], soft_counts int32 [M]: the tokens that matter for the
-    self-conditioning embedding. undecided: int32 [u], the rows whose tokens miss DROPPED or more; for them
-    undecided_x (float32 [u, H]), largest and total (float64) allow the dense product (soft.soft_embedding).
+    self-conditioning embedding; dropped: float64 [M], the probability of all others. undecided: int32 [u], the rows
+    whose other tokens matter too (DROPPED_*); for them undecided_x (float32 [u, H]), largest and total (float64) allow
+    the dense product (soft.soft_embedding).
     """
 
     argmax: np.ndarray
@@ -368,6 +396,7 @@ class HeadStatistics:
     soft_ids: np.ndarray
     soft_probabilities: np.ndarray
     soft_counts: np.ndarray
+    dropped: np.ndarray
     undecided: np.ndarray
     undecided_x: np.ndarray
     largest: np.ndarray
@@ -419,13 +448,13 @@ def head_statistics(
             products = pool.scratch("head.products", np.float32, rows * count).reshape(rows, count)
             grouped_product(pool, packed, groups, table.part(first, count), products)
             head_chunk(pool, products, first, *settings, state)
-        summary = finish(pool, state, uniforms)
+        summary = finish(pool, state, uniforms, DROPPED_INT8 if quantized else DROPPED_F32)
         products = _tile_products(pool, x, table, summary.tile, quantized)
         sampled = sample_in_tile(pool, products, summary, state, *settings)
-    undecided = np.flatnonzero(summary.dropped >= DROPPED).astype(np.int32)
+    undecided = np.flatnonzero(~summary.decided).astype(np.int32)
     return HeadStatistics(
         summary.argmax, sampled, summary.entropy,
-        summary.soft_ids, summary.soft_probabilities, summary.soft_counts,
+        summary.soft_ids, summary.soft_probabilities, summary.soft_counts, summary.dropped,
         undecided, x[undecided], state.largest[undecided], state.total[undecided],
         float(softcap), float(temperature), forbidden_row, forbidden, quantized,
     )  # fmt: skip

@@ -7,10 +7,14 @@ the last place of error, no branches, and no library calls, so loops over them v
 # llvmlite comes without type information.
 # pyright: reportAttributeAccessIssue=false, reportReturnType=false
 
+from collections.abc import Iterable
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ddllm_vk.cpu import isa
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -29,6 +33,23 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]
     """Call the LLVM intrinsic or function `name`, declared on first use."""
     declared = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
     return builder.call(declared, args)
+
+
+def filled(ty: ir.VectorType, value) -> ir.Constant:
+    """A constant vector of equal elements."""
+    return ir.Constant(ty, [value] * ty.count)
+
+
+def lanes_of(builder: ir.IRBuilder, vector: ir.Value, lanes: Iterable[int]) -> ir.Value:
+    """The vector of the given lanes of a vector."""
+    lanes = list(lanes)
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def splat(builder: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
+    """A vector of `count` copies of a scalar."""
+    nothing = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
+    return lanes_of(builder, builder.insert_element(nothing, value, I32(0)), [0] * count)
 
 
 @intrinsic
@@ -94,6 +115,38 @@ def copy_32(typingctx, source, target):
     return types.void(types.int64, types.int64), codegen
 
 
+def _transposition(ty: ir.Type, per_row: int):
+    """transpose(source, stride, target, flip): the first `per_row` elements of 16 rows, `stride` bytes apart, to
+    [per_row][16] at `target`; every element is xor-ed with `flip`."""
+    row, whole = ir.VectorType(ty, per_row), ir.VectorType(ty, 16 * per_row)
+
+    @intrinsic
+    def transpose(typingctx, source, stride, target, flip):
+        def codegen(context, builder, signature, args):
+            source, stride, target, flip = args
+            rows = [
+                builder.load(at(builder, builder.add(source, builder.mul(stride, I64(r))), row), align=1)
+                for r in range(16)
+            ]
+            # Interleaving row r with row r + 8, the results r and r + 4 of that, and so on leaves all rows in order.
+            while len(rows) > 1:
+                half, count = len(rows) // 2, rows[0].type.count
+                order = ir.Constant(ir.VectorType(I32, 2 * count), [i // 2 + i % 2 * count for i in range(2 * count)])
+                rows = [builder.shuffle_vector(rows[r], rows[r + half], order) for r in range(half)]
+            flips = builder.insert_element(ir.Constant(whole, ir.Undefined), builder.trunc(flip, ty), I32(0))
+            flips = builder.shuffle_vector(flips, flips, ir.Constant(ir.VectorType(I32, whole.count), None))
+            builder.store(builder.xor(rows[0], flips), at(builder, target, whole), align=16)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.uint64), codegen
+
+    return transpose
+
+
+transpose_u32 = _transposition(I32, 4)
+transpose_u16 = _transposition(I16, 8)
+
+
 @intrinsic
 def bits_to_float(typingctx, bits):
     """The float32 whose bits are the given uint32."""
@@ -123,12 +176,22 @@ def half_bits_to_float(builder: ir.IRBuilder, half: ir.Value) -> ir.Value:
     return builder.bitcast(builder.or_(value, sign), f32)
 
 
+def half_to_floats(builder: ir.IRBuilder, bits: ir.Value, target: isa.Isa = isa.ACTIVE) -> ir.Value:
+    """float16 bits (i16, or a vector of them) to float32, by an instruction where the target has one."""
+    if not target.hardware_half:
+        return half_bits_to_float(builder, bits)
+    half, single = ir.HalfType(), F32
+    if isinstance(bits.type, ir.VectorType):
+        half, single = (ir.VectorType(ty, bits.type.count) for ty in (half, single))
+    return builder.fpext(builder.bitcast(bits, half), single)
+
+
 @intrinsic
 def half_to_float(typingctx, bits):
     """The float32 value of float16 bits."""
 
     def codegen(context, builder, signature, args):
-        return half_bits_to_float(builder, args[0])
+        return half_to_floats(builder, args[0])
 
     return types.float32(types.uint16), codegen
 

@@ -1,12 +1,12 @@
 """The self-conditioning embedding: each row's probabilities over the vocabulary times the embedding table.
 
-From a row's few probable tokens where they are nearly everything (sparse_rows), else from all of them: the table is
-converted slab by slab to float32 and multiplied with the recomputed probabilities.
+From a row's few probable tokens where the others hardly matter (sparse_rows; the vocabulary's mean embedding stands for
+those), else from all of them: the other probabilities are recomputed and multiplied with the table, chunk by chunk.
 """
 
 import numpy as np
 
-from ddllm_vk.cpu.emit import float_tile, q40_block_to_floats, q80_block_to_floats, transpose_16
+from ddllm_vk.cpu.emit import float_tile, q40_block_to_floats, q80_block_to_floats, q80_transposed, transpose_16
 from ddllm_vk.cpu.head import HeadStatistics, chunk_tokens, squash
 from ddllm_vk.cpu.intrinsics import (
     address,
@@ -26,17 +26,20 @@ from ddllm_vk.cpu.matmul import (
     grouped_product,
     one_group,
     pack_rows,
+    quantize_row,
     quantize_rows,
     row_grain,
     scratch_quantized,
 )
 from ddllm_vk.cpu.rowwise import row_to_floats
 from ddllm_vk.cpu.threads import ThreadPool
-from ddllm_vk.cpu.weights import F16, F32, Q40, Q80, Weight
+from ddllm_vk.cpu.weights import F16, F32, Q40, Q80, PackedQ80, Weight
 
 #: Columns of the table that one job of the dense product covers, and tokens it converts at a time.
 _SLAB = 128
 _TOKENS = 64
+#: Weight tiles that one job of table_mean adds up.
+_MEAN_TILES = 64
 
 
 @kernel
@@ -123,13 +126,32 @@ def sparse_rows(
 
 
 @kernel
+def _row_probabilities(
+    products, row, begin, softcap, inv_temperature, forbidden, forbidden_row, largest, total, ids, counts, p
+):
+    """p = exp(z - largest) / total of a row's chunk of tokens from `begin` on, 0 for its own ids and the forbidden."""
+    tokens = products.shape[1]
+    squash(products[row], softcap, inv_temperature, p)
+    inverse = np.float32(1.0 / total[row])
+    for j in range(tokens):
+        p[j] = exp32(p[j] - largest[row]) * inverse
+    if row == forbidden_row:
+        for token in forbidden:
+            if begin <= token < begin + tokens:
+                p[token - begin] = np.float32(0)
+    for i in range(counts[row]):
+        if begin <= ids[row, i] < begin + tokens:
+            p[ids[row, i] - begin] = np.float32(0)
+
+
+@kernel
 def _probabilities(
-    products, begin, softcap, inv_temperature, forbidden, forbidden_row, largest, total, start, count, out,
+    products, begin, softcap, inv_temperature, forbidden, forbidden_row, largest, total, ids, counts, start, count, out,
     counter, jobs, grain,
 ):  # fmt: skip
-    """Job: a row tile. exp(z - largest) / total as float row tiles [tokens][m]."""
+    """Job: a row tile. Probabilities as float row tiles [tokens][m]."""
     tokens = products.shape[1]
-    z = np.empty(tokens, np.float32)
+    p = np.empty(tokens, np.float32)
     while True:
         first = take(counter, grain)
         if first >= jobs:
@@ -138,17 +160,33 @@ def _probabilities(
             r = np.int64(start[tile])
             m = np.int64(count[tile])
             for i in range(m):
-                row = r + i
-                squash(products[row], softcap, inv_temperature, z)
-                if row == forbidden_row:
-                    for token in forbidden:
-                        if begin <= token < begin + tokens:
-                            z[token - begin] = np.float32(-np.inf)
-                inverse = np.float32(1.0 / total[row])
+                _row_probabilities(
+                    products, r + i, begin, softcap, inv_temperature, forbidden, forbidden_row, largest, total,
+                    ids, counts, p,
+                )  # fmt: skip
                 for j in range(tokens):
-                    z[j] = exp32(z[j] - largest[row]) * inverse
-                for j in range(tokens):
-                    out[r * tokens + j * m + i] = z[j]
+                    out[r * tokens + j * m + i] = p[j]
+
+
+@kernel
+def _quantized_probabilities(
+    products, begin, softcap, inv_temperature, forbidden, forbidden_row, largest, total, ids, counts, start, count,
+    values, scales, starts, counter, jobs, grain,
+):  # fmt: skip
+    """Job: a row tile. Probabilities as int8 row tiles."""
+    tokens = products.shape[1]
+    p = np.empty(tokens, np.float32)
+    while True:
+        first = take(counter, grain)
+        if first >= jobs:
+            return
+        for tile in range(first, min(first + grain, jobs)):
+            for i in range(count[tile]):
+                _row_probabilities(
+                    products, np.int64(start[tile] + i), begin, softcap, inv_temperature, forbidden, forbidden_row,
+                    largest, total, ids, counts, p,
+                )  # fmt: skip
+                quantize_row(address(p), tokens, start[tile], count[tile], i, values, scales, starts)
 
 
 @kernel
@@ -208,11 +246,35 @@ def _accumulate(code, data, scales, columns, tokens, packed, start, count, sums,
                         float_tile(m, p, at, 64, n, address(sums) + (r * padded + k) * 4, padded * 4)
 
 
-class _DenseSum:
-    """sums [rows, H] += probabilities @ table, chunk after chunk of the vocabulary."""
+@kernel
+def _transposed_table(code, data, scales, columns, tokens, to_data, to_scales, counter, jobs, grain):
+    """Job: 32 tokens of the table. Packed Q80 weight tiles of its transpose: rows are columns, inputs are tokens."""
+    first_half = np.empty(32 * 16, np.float32)
+    second_half = np.empty(32 * 16, np.float32)
+    nothing = np.zeros(16 * 16, np.float32)
+    while True:
+        claimed = take(counter, grain)
+        if claimed >= jobs:
+            return
+        for job in range(claimed, min(claimed + grain, jobs)):
+            for k in range(0, columns, 16):
+                a = _columns_to_floats(code, data, scales, columns, 2 * job, k, address(first_half))
+                b = address(nothing)
+                if 2 * job + 1 < (tokens + 15) // 16:
+                    b = _columns_to_floats(code, data, scales, columns, 2 * job + 1, k, address(second_half))
+                block = k // 16 * jobs + job
+                q80_transposed(a, b, address(to_data) + block * 512, address(to_scales) + block * 32)
 
-    def __init__(self, pool: ThreadPool, table: Weight, rows: int) -> None:
-        self.pool, self.table, self.rows = pool, table, rows
+
+class _DenseSum:
+    """sums [rows, H] += probabilities @ table, chunk after chunk of the vocabulary.
+
+    quantized: the probabilities and the transposed chunk of the table become Q80, for the integer kernels. That is for
+    probabilities without the large ones: a block's rounding is relative to its largest value.
+    """
+
+    def __init__(self, pool: ThreadPool, table: Weight, rows: int, quantized: bool) -> None:
+        self.pool, self.table, self.rows, self.quantized = pool, table, rows, quantized
         self.groups = one_group(rows)
         self.sums = np.zeros((rows, -(-table.columns // 16) * 16), np.float32)
 
@@ -226,40 +288,90 @@ class _DenseSum:
         forbidden_row: int,
         largest: np.ndarray,
         total: np.ndarray,
+        ids: np.ndarray,
+        counts: np.ndarray,
     ) -> None:
-        """products: float32 [rows, C], tokens first..first+C; largest float32, total float64 [rows]."""
-        pool, groups, count = self.pool, self.groups, products.shape[1]
+        """products: float32 [rows, C], tokens first..first+C; largest float32, total float64 [rows]; ids int32 [rows,
+        capacity], counts int32 [rows]: tokens to leave out."""
+        groups, count = self.groups, products.shape[1]
+        settings = (products, first, softcap, inv_temperature, forbidden, forbidden_row, largest, total, ids, counts)
+        grain = row_grain(self.pool, groups.start.size, products.size * 4)
         part = self.table.part(first, count)
+        add = self._add_int8 if self.quantized else self._add_float
+        add(part, count, (*settings, groups.start, groups.count), grain)
+
+    def _add_int8(self, part: Weight, count: int, settings: tuple, grain: int) -> None:
+        pool, tiles = self.pool, self.groups.start.size
+        p = scratch_quantized(pool, "soft.probabilities", self.rows, count, self.groups)
+        pool.run(_quantized_probabilities, tiles, *settings, p.values, p.scales, p.starts, grain=grain)
+        jobs, shape = p.blocks, (self.sums.shape[1], p.blocks * 32)
+        data = pool.scratch("soft.transposed", np.uint8, shape[0] * shape[1])
+        scales = pool.scratch("soft.transposed_scales", np.uint16, shape[0] * jobs)
+        pool.run(_transposed_table, jobs, part.code, part.data, part.scales, part.columns, count, data, scales)
+        product = pool.scratch("soft.product", np.float32, self.sums.size).reshape(self.sums.shape)
+        grouped_product(pool, p, self.groups, PackedQ80(shape, "q80", data, scales), product)
+        self.sums += product
+
+    def _add_float(self, part: Weight, count: int, settings: tuple, grain: int) -> None:
+        pool, groups = self.pool, self.groups
         packed = pool.scratch("soft.probabilities", np.float32, self.rows * count)
-        tiles = groups.start.size
-        settings = (first, softcap, inv_temperature, forbidden, forbidden_row, largest, total)
-        grain = row_grain(pool, tiles, products.size * 4)
-        pool.run(_probabilities, tiles, products, *settings, groups.start, groups.count, packed, grain=grain)
+        pool.run(_probabilities, groups.start.size, *settings, packed, grain=grain)
         args = (part.code, part.data, part.scales, part.columns, count, packed, groups.start, groups.count, self.sums)
         slabs = -(-self.sums.shape[1] // _SLAB)
         work = self.rows * count * part.columns
         pool.run(_accumulate, slabs, *args, grain=1 if work > 1_000_000 else slabs)
 
 
-def soft_embedding(pool: ThreadPool, stats: HeadStatistics, table: Weight, scale: float, out: np.ndarray) -> np.ndarray:
+@kernel
+def _column_sums(code, data, scales, columns, tokens, sums, counter, jobs, grain):
+    """Job: _MEAN_TILES weight tiles; sums[job]: the sum of their rows. Rows that pad the last tile are zero."""
+    block = np.empty(32 * 16, np.float32)
+    totals = np.empty(columns + 16, np.float32)
+    while True:
+        first = take(counter, grain)
+        if first >= jobs:
+            return
+        for job in range(first, min(first + grain, jobs)):
+            totals[:] = np.float32(0)
+            for tile in range(job * _MEAN_TILES, min((job + 1) * _MEAN_TILES, (tokens + 15) // 16)):
+                for k in range(0, columns, 16):
+                    source = _columns_to_floats(code, data, scales, columns, tile, k, address(block))
+                    for c in range(16):
+                        totals[k + c] += sum_of(source + c * 64, 16)
+            sums[job] = totals[:columns]
+
+
+def table_mean(pool: ThreadPool, table: Weight) -> np.ndarray:
+    """float32 [H]: the mean row of a (V, H) table."""
+    jobs = -(-table.tiles // _MEAN_TILES)
+    sums = np.empty((jobs, table.columns), np.float32)
+    pool.run(_column_sums, jobs, table.code, table.data, table.scales, table.columns, table.rows, sums)
+    return (sums.sum(axis=0, dtype=np.float64) / table.rows).astype(np.float32)
+
+
+def soft_embedding(
+    pool: ThreadPool, stats: HeadStatistics, table: Weight, mean: np.ndarray, scale: float, out: np.ndarray
+) -> np.ndarray:
     """out[r] = scale * sum over tokens of p[r, token] * table[token], p as in the step `stats` describes.
 
-    table: the (V, H) weight the statistics were made with; out: float32 [M, H]. Rows whose probable tokens miss too
-    much (stats.undecided) get the dense product.
+    table: the (V, H) weight the statistics were made with, mean: its table_mean; out: float32 [M, H]. Rows whose less
+    probable tokens matter (stats.undecided) get the dense product; in others `mean` stands for those (head.DROPPED_*).
     """
-    counts = stats.soft_counts
-    if stats.undecided.size:
-        counts = counts.copy()
-        counts[stats.undecided] = 0
-    sparse_rows(pool, table, stats.soft_ids, stats.soft_probabilities, counts, scale, out)
+    check(mean, "mean", (table.columns,))
     rows = stats.undecided.size
+    ids, counts = stats.soft_ids, stats.soft_counts
+    sparse_rows(pool, table, ids, stats.soft_probabilities, counts, scale, out)
+    dropped = (scale * stats.dropped).astype(np.float32)
+    dropped[stats.undecided] = 0
+    out += dropped[:, None] * mean
     if rows == 0:
         return out
+    ids, counts = ids[stats.undecided], counts[stats.undecided]
     settings = (stats.softcap, 1.0 / stats.temperature, stats.forbidden)
     found = np.flatnonzero(stats.undecided == stats.forbidden_row)
     forbidden_row = int(found[0]) if found.size else -1
     with pool.lock:
-        dense = _DenseSum(pool, table, rows)
+        dense = _DenseSum(pool, table, rows, stats.quantized)
         if stats.quantized:
             quantized = scratch_quantized(pool, "soft.x", rows, table.columns, dense.groups)
             packed = quantize_rows(pool, stats.undecided_x, quantized)
@@ -270,8 +382,8 @@ def soft_embedding(pool: ThreadPool, stats: HeadStatistics, table: Weight, scale
             count = min(step, table.rows - first)
             products = pool.scratch("soft.products", np.float32, rows * count).reshape(rows, count)
             grouped_product(pool, packed, dense.groups, table.part(first, count), products)
-            dense.add(products, first, *settings, forbidden_row, stats.largest, stats.total)
-        out[stats.undecided] = dense.sums[:, : table.columns] * np.float32(scale)
+            dense.add(products, first, *settings, forbidden_row, stats.largest, stats.total, ids, counts)
+        out[stats.undecided] += dense.sums[:, : table.columns] * np.float32(scale)
     return out
 
 
@@ -305,13 +417,13 @@ def soft_embedding_of_logits(
     if rows == 0:
         return out
     largest, total = np.empty(rows, np.float32), np.empty(rows)
-    nothing = np.zeros(0, np.int32)
+    nothing, no_ids, no_counts = np.zeros(0, np.int32), np.zeros((rows, 0), np.int32), np.zeros(rows, np.int32)
     with pool.lock:
         pool.run(_normalisers, rows, logits, largest, total, grain=row_grain(pool, rows, logits.size * 4))
-        dense = _DenseSum(pool, table, rows)
+        dense = _DenseSum(pool, table, rows, False)
         step = chunk_tokens(rows, vocab)
         for first in range(0, vocab, step):
             products = np.ascontiguousarray(logits[:, first : first + step])
-            dense.add(products, first, 0.0, 1.0, nothing, -1, largest, total)
+            dense.add(products, first, 0.0, 1.0, nothing, -1, largest, total, no_ids, no_counts)
         out[:] = dense.sums[:, : table.columns] * np.float32(scale)
     return out

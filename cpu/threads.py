@@ -7,6 +7,7 @@ changes from run to run and results do not: jobs are independent of each other. 
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -101,6 +102,7 @@ class ThreadPool:
         self.threads = threads or default_threads()
         self.lock = threading.RLock()
         self._workers: list[_Worker] = []
+        self.profile: dict[str, list[float]] | None = None  #: kernel: [runs, seconds] of wall clock, where wanted
         self._counter = aligned_empty(8, np.int64)
         self._scratch: dict[str, np.ndarray] = {}
         self._finalizer = weakref.finalize(self, _stop, self._workers)
@@ -112,6 +114,16 @@ class ThreadPool:
         counter: int64 [8], zeroed; the kernel takes its next `grain` jobs with intrinsics.take. With one grain (or
         none) of work nobody is woken. An exception on any thread is raised here once all threads are done.
         """
+        if self.profile is None:
+            self._run(kernel, jobs, *args, grain=grain)
+            return
+        started = time.perf_counter()
+        self._run(kernel, jobs, *args, grain=grain)
+        entry = self.profile.setdefault(kernel.__name__.lstrip("_"), [0, 0.0])
+        entry[0] += 1
+        entry[1] += time.perf_counter() - started
+
+    def _run(self, kernel: Callable, jobs: int, *args: object, grain: int) -> None:
         helpers = min(self.threads, -(-jobs // grain)) - 1
         with self.lock:
             self._counter[0] = 0

@@ -5,21 +5,24 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
-from .checkpoint import Checkpoint, StoredTensor, expected_tensors, open_checkpoint
+from .cache import FORMATS
+from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from .config import GenerationDefaults, ModelConfig
 from .diffusion import GenerationConfig, GenerationStats, OnCanvas, OnStep, Result, denoise
 from .errors import GpuError, InputError
 from .model import ModelWeights
 from .noise import NoiseSource
-from .ops import Ops, Weight
-from .quants import BLOCK, BLOCK_BYTES, QUANTIZED, dequantize, quantize
-from .session import Session
+from .ops import Ops
+from .quants import BLOCK, QUANTIZED, dequantize, quantize, tensor_bytes
+from .session import OnEncode, Session
 from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
@@ -28,8 +31,6 @@ Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
 BUNDLED_MODEL = Path(__file__).resolve().parent / "models" / "demo"
 
 _log = logging.getLogger("ddllm_vk")
-
-_CHUNK_VALUES = 8 << 20  #: weights quantised at a time while loading
 
 
 class Model:
@@ -44,16 +45,18 @@ class Model:
         ops: Ops,
         weights: ModelWeights,
         weight_bytes: int,
+        kv_cache: str,
         backend: str = "cpu",
     ):
         self.path, self.config, self.generation_defaults, self.tokenizer = path, config, defaults, tokenizer
         self.weight_bytes = weight_bytes  #: bytes the weights take on the device
+        self.kv_cache = kv_cache  #: what sessions store keys and values as
         self.backend = backend  #: what runs it: "cpu", "vulkan" or "reference"
         self._ops, self._weights, self._lock = ops, weights, threading.RLock()
 
     def session(self) -> Session:
         """A fresh session with a KV cache of its own."""
-        return Session(self._ops, self._weights, self.config, self._lock)
+        return Session(self._ops, self._weights, self.config, self.kv_cache, self._lock)
 
     def prompt_ids(self, prompt: str | Sequence[Any] | np.ndarray) -> np.ndarray:
         """int32 ids of a prompt: ids as they are, a string as one user message, messages through the chat template."""
@@ -75,9 +78,11 @@ class Model:
         on_step: OnStep | None = None,
         on_canvas: OnCanvas | None = None,
         noise: NoiseSource | None = None,
+        on_encode: OnEncode | None = None,
     ) -> Result:
         """Denoises a reply to token ids, a list of chat messages, or a string (one user message).
 
+        on_step after every denoising step, on_encode after every encoder pass: returning False ends the generation.
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt beyond the context.
         """
         started = time.perf_counter()
@@ -88,7 +93,7 @@ class Model:
         if settings.guard_empty_reply and len(set(settings.eos_token_ids)) >= self.config.vocab_size:
             raise InputError("every token ends the sequence, so no reply can begin; pass guard_empty_reply=False")
         prompt = self.prompt_ids(ids_or_messages)
-        out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas)
+        out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas, on_encode)
         seconds = time.perf_counter() - started
         steps = [c.steps for c in out.canvases]
         stats = GenerationStats(
@@ -127,6 +132,7 @@ def load_model(
     weights: Literal["stored", "f32", "q40"] = "stored",
     embedding: Literal["q80", "q40", "f32"] | None = None,
     activations: Literal["q80", "f32"] = "q80",
+    kv_cache: Literal["f16", "q80", "f32"] | None = None,
     threads: int | None = None,
     gpu_runtime: Literal["auto", "vulkan", "kompute"] = "auto",
     progress: Progress | None = None,
@@ -141,6 +147,9 @@ def load_model(
     weights: "stored" as the folder has them; "f32" unquantised arithmetic; "q40" quantised while loading, with the
     embedding as `embedding` (q80 if None).
     activations: "q80" inputs of products with quantised weights are quantised too; "f32" they are not, for tests.
+    kv_cache: what keys and values are stored as. None: f16, but f32 where nothing else is rounded: no weight is
+    quantised, or activations="f32". Over an f32 cache attention is computed in float32; over the others its products
+    are of bfloat16 on machines that have instructions for them.
     threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError,
     GpuError.
     """
@@ -148,6 +157,8 @@ def load_model(
     _check_choice("gpu_runtime", gpu_runtime, ("auto", "vulkan", "kompute"))
     _check_choice("weights", weights, ("stored", "f32", "q40"))
     _check_choice("activations", activations, ("q80", "f32"))
+    if kv_cache is not None:
+        _check_choice("kv_cache", kv_cache, FORMATS)
     if embedding is not None:
         _check_choice("embedding", embedding, ("q80", "q40", "f32"))
         if weights != "q40":
@@ -162,6 +173,7 @@ def load_model(
     with open_checkpoint(BUNDLED_MODEL if path is None else path) as checkpoint:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
         config, eps = checkpoint.config, checkpoint.config.rms_norm_eps
+        cache_format = kv_cache or _default_kv_cache(checkpoint, weights, embedding or "q80", activations)
 
         def loaded(name: str, ops: Ops) -> Model:
             try:
@@ -170,7 +182,7 @@ def load_model(
                 ops.close()
                 raise
             path, defaults = checkpoint.path, checkpoint.generation_defaults
-            return Model(path, config, defaults, tokenizer, ops, uploaded, size, name)
+            return Model(path, config, defaults, tokenizer, ops, uploaded, size, cache_format, name)
 
         if backend in ("auto", "vulkan"):
             try:
@@ -209,11 +221,11 @@ def _vulkan_ops(backend: str, eps: float, activations: str, device: int | None, 
     return VulkanOps(open_runtime(chosen.index, gpu_runtime), eps, activations)
 
 
-def _upload_format(tensor: StoredTensor, role: str, weights: str, embedding: str) -> str:
+def _upload_format(tensor: StoredTensor, weights: str, embedding: str) -> str:
     """The format a tensor is uploaded in, for load_model's `weights` and `embedding`."""
-    if role == "float":
+    if tensor.role == "float":
         return "f32"
-    wanted = embedding if weights == "q40" and role == "embedding" else weights
+    wanted = embedding if weights == "q40" and tensor.role == "embedding" else weights
     if wanted == "stored" or (wanted in QUANTIZED and tensor.shape[-1] % BLOCK):
         return tensor.format
     if wanted == "f32":  # f16 and bf16 are widened tile by tile: the same values
@@ -221,29 +233,35 @@ def _upload_format(tensor: StoredTensor, role: str, weights: str, embedding: str
     return wanted
 
 
+def _default_kv_cache(checkpoint: Checkpoint, weights: str, embedding: str, activations: str) -> str:
+    """f32 where nothing else is rounded, else f16: see load_model."""
+    formats = {_upload_format(tensor, weights, embedding) for tensor in checkpoint.tensors.values()}
+    return "f16" if activations == "q80" and formats & set(QUANTIZED) else "f32"
+
+
 def _upload(
     ops: Ops, checkpoint: Checkpoint, weights: str, embedding: str, progress: Progress | None
 ) -> tuple[ModelWeights, int]:
     config = checkpoint.config
-    specs = expected_tensors(config)
-    total = sum(checkpoint.tensors[name].nbytes for name in specs)
-    done = size = 0
+    # in the order in which they lie in the files, which a disk reads best
+    tensors = sorted(checkpoint.tensors.values(), key=lambda t: (t.file, t.start))
+    formats = {t.name: _upload_format(t, weights, embedding) for t in tensors}
+    total, done, size = sum(t.nbytes for t in tensors), 0, 0
+    needed = sum(tensor_bytes(formats[t.name], t.shape) for t in tensors)
+    # Where the system cannot keep the files beside the weights, it would evict what is still to be read.
+    keep_cached = psutil.virtual_memory().available >= needed + total
     w = ModelWeights(
         None, None, {}, [{} for _ in config.layers], [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers
     )
-    formats = {
-        name: _upload_format(checkpoint.tensors[name], spec.role, weights, embedding) for name, spec in specs.items()
-    }
-    ops.expect((fmt, checkpoint.tensors[name].shape) for name, fmt in formats.items() if checkpoint.tensors[name].shape)
-    for name in specs:
-        tensor = checkpoint.tensors[name]
-        tensor.check_finite()
-        kind, layer, short = _split_name(name)
+    ops.expect((formats[t.name], t.shape) for t in tensors if t.shape)
+    for tensor in tensors:
+        read = partial(_read_rows, tensor, formats[tensor.name], keep_cached)
+        kind, layer, short = _split_name(tensor.name)
         if short == "layer_scalar":
             scalars = w.encoder_layer_scalar if kind == "encoder" else w.decoder_layer_scalar
-            scalars[layer] = float(tensor.float32().reshape(()))
+            scalars[layer] = float(read(0, 1).reshape(()))
         else:
-            weight = _upload_tensor(ops, tensor, formats[name])
+            weight = ops.upload(formats[tensor.name], read, tensor.shape)
             size += ops.weight_bytes(weight)
             if kind == "layer":
                 w.layers[layer][short] = weight
@@ -251,7 +269,6 @@ def _upload(
                 w.self_conditioning[short] = weight
             else:
                 setattr(w, short, weight)
-        tensor.release()
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)
@@ -270,22 +287,10 @@ def _split_name(name: str) -> tuple[str, int, str]:
     return "top", -1, parts[2]
 
 
-def _upload_tensor(ops: Ops, tensor: StoredTensor, fmt: str) -> Weight:
+def _read_rows(tensor: StoredTensor, fmt: str, keep_cached: bool, first: int, count: int) -> np.ndarray:
+    """Rows first..first+count of a tensor, converted to `fmt`."""
+    rows = tensor.read_rows(first, count, keep_cached)
     if fmt == tensor.format:
-        return ops.upload(fmt, tensor.raw(), tensor.shape)
-    if tensor.format in QUANTIZED or fmt == "f32":
-        values = tensor.float32()
-        return ops.upload(fmt, values if fmt == "f32" else quantize(fmt, values), tensor.shape)
-    rows, k = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
-    blocks = np.empty((rows, k // BLOCK, BLOCK_BYTES[fmt]), dtype=np.uint8)
-    for start, values in _row_chunks(tensor, rows, k):
-        blocks[start : start + len(values)] = quantize(fmt, values)
-    return ops.upload(fmt, blocks.reshape(*tensor.shape[:-1], k // BLOCK, BLOCK_BYTES[fmt]), tensor.shape)
-
-
-def _row_chunks(tensor: StoredTensor, rows: int, k: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The tensor's values as float32 [some rows, k], a bounded number at a time."""
-    raw = tensor.raw().reshape(rows, k)
-    step = max(_CHUNK_VALUES // k, 1)
-    for start in range(0, rows, step):
-        yield start, dequantize(tensor.format, raw[start : start + step])
+        return rows
+    values = dequantize(tensor.format, rows)
+    return values if fmt == "f32" else quantize(fmt, values)

@@ -12,7 +12,8 @@ from ddllm_vk.errors import InputError
 
 TESTS = Path(__file__).parent
 KERNEL_TESTS = [f"test_kernels_{name}.py" for name in ("matmul", "attention", "rowwise", "head")]
-OTHERS = [name for name, i in isa.ISAS.items() if i.needs <= isa.target_features() and i is not isa.ACTIVE]
+OTHERS = [name for name, i in isa.ISAS.items() if not i.missing(isa.target_features()) and i is not isa.ACTIVE]
+X86 = {"avx2", "fma", "f16c"}
 
 
 def python(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -34,37 +35,136 @@ def test_kernels_on(name):
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
 
 
-def test_the_best_available_set_is_chosen():
-    vnni, avx2 = isa.ISAS["avx512vnni"].needs, isa.ISAS["avx2"].needs
-    assert isa.choose(None, vnni).name == "avx512vnni"
-    assert isa.choose(None, avx2).name == "avx2"
-    assert isa.choose("", avx2 - {"f16c"}).name == "generic"
-    assert isa.choose(None, frozenset()).name == "generic"
-    assert isa.choose("generic", vnni).name == "generic"
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        (X86 | {"avx512f", "avx512bw", "avx512vl", "avx512vnni"}, "avx512vnni"),
+        (X86 | {"avx512f", "avx512bw", "avx512vl"}, "avx512"),
+        (X86 | {"avxvnni"}, "avxvnni"),
+        (X86, "avx2"),
+        (X86 - {"f16c"}, "generic"),
+        ({"neon", "dotprod", "lse"}, "neon-dotprod"),
+        ({"neon"}, "neon"),
+        (set(), "generic"),
+    ],
+)
+def test_the_best_available_set_is_chosen(features, expected):
+    assert isa.choose(None, frozenset(features)).name == expected
+    assert isa.choose("", frozenset(features)).name == expected
+    assert isa.choose("generic", frozenset(features)).name == "generic"
+
+
+def test_vnni_in_either_encoding_runs_the_256_bit_kernels():
+    assert isa.choose("avxvnni", frozenset(X86 | {"avxvnni"})).name == "avxvnni"
+    assert isa.choose("avxvnni", frozenset(X86 | {"avx512vnni", "avx512vl"})).name == "avxvnni"
+    with pytest.raises(InputError, match="avxvnni"):
+        isa.choose("avxvnni", frozenset(X86 | {"avx512vnni"}))
 
 
 def test_a_forced_set_is_validated():
-    with pytest.raises(InputError, match=r"sse9.*avx512vnni, avx2, generic"):
+    with pytest.raises(
+        InputError, match=r"sse9.*not known.*avx512vnni, avxvnni, avx512, avx2, neon-dotprod, neon, gen"
+    ):
         isa.choose("sse9", frozenset())
-    with pytest.raises(InputError, match=r"avx512vnni.*avx512f"):
-        isa.choose("avx512vnni", isa.ISAS["avx2"].needs)
+    with pytest.raises(InputError, match=r"'avx512vnni'.*x86-64 with avx512bw, avx512f, avx512vnni.*: avx2, generic"):
+        isa.choose("avx512vnni", frozenset(X86))
+    with pytest.raises(InputError, match=r"'neon-dotprod'.*ARM.*dotprod, neon.*usable here: generic"):
+        isa.choose("neon-dotprod", frozenset())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="x86 names")
-@pytest.mark.parametrize(("cpu", "features"), [("generic", ""), ("haswell", "+avx,+avx2,+fma,+f16c"), ("haswell", "")])
-def test_a_narrowed_code_generator_is_obeyed(cpu, features):
+PRODUCT = """
+import hashlib
+import numpy as np
+from ddllm_vk import quants
+from ddllm_vk.cpu import isa, kernels
+rng, pool = np.random.default_rng(1), kernels.ThreadPool(2)
+x = rng.integers(-127, 128, (7, 96)).astype(np.float32)
+x[:, ::32] = 127  # so that a row's scales are 1
+digest = hashlib.sha256()
+for fmt in ("q40", "q80"):
+    raw = quants.quantize(fmt, rng.standard_normal((37, 96), np.float32))
+    expected = x.astype(np.float64) @ quants.dequantize(fmt, raw).T.astype(np.float64)
+    for rows in (kernels.quantize_rows(pool, x), x):
+        out = kernels.linear(pool, rows, kernels.pack(fmt, raw, (37, 96), pool), np.empty((7, 37), np.float32))
+        assert abs(out - expected).max() < 1e-5 * abs(expected).max(), fmt
+        digest.update(out.tobytes())
+print(isa.ACTIVE.name, digest.hexdigest())
+"""
+AVX2 = "+avx,+avx2,+fma,+f16c"
+AVX512 = AVX2 + ",+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "expected"),
+    [
+        ("generic", "", "generic"),
+        ("haswell", "", "generic"),
+        ("haswell", AVX2, "avx2"),
+        ("skylake-avx512", AVX512, "avx512"),
+        ("cascadelake", AVX512 + ",+avx512vnni", "avx512vnni"),
+        ("znver3", AVX2, "avx2"),
+        ("alderlake", AVX2 + ",+avxvnni", "avxvnni"),
+    ],
+)
+def test_a_narrowed_code_generator_is_obeyed(cpu, features, expected):
     """No instruction is emitted that NUMBA_CPU_NAME and NUMBA_CPU_FEATURES exclude: LLVM would abort the process."""
-    if not isa.ISAS["avx2"].needs <= isa.target_features():
-        pytest.skip("not a machine with AVX2")
-    code = (
-        "from ddllm_vk.cpu import isa, kernels as k; import numpy as np; pool = k.ThreadPool(1);"
-        "raw = np.zeros((16, 1, 18), np.uint8); raw[:, :, 1] = 60; w = k.pack('q40', raw, (16, 32), pool);"
-        "out = k.linear(pool, k.quantize_rows(pool, np.ones((3, 32), np.float32)), w, np.empty((3, 16), np.float32));"
-        "assert (abs(out + 256) < 1e-3).all(), out; print(isa.ACTIVE.name)"
-    )
-    run = python("-c", code, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
+    if "avx2" not in isa.target_features() or not {f[1:] for f in features.split(",") if f} <= isa.target_features():
+        pytest.skip("not an x86-64 machine with these features")
+    run = python("-c", PRODUCT, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features, DDLLM_VK_ISA="")
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == ("avx2" if "avx2" in features else "generic")
+    assert run.stdout.split()[0] == expected
+
+
+def test_every_set_gives_the_same_bits():
+    """Integers are exact, and floats are multiplied and added in one order; all on a processor that fuses the two."""
+    if not {"fma", "neon"} & isa.target_features():
+        pytest.skip("no fused multiply-add")
+    digests = set()
+    for name, i in isa.ISAS.items():
+        if not i.missing(isa.target_features()):
+            run = python("-c", PRODUCT, DDLLM_VK_ISA=name)
+            assert run.returncode == 0, run.stderr
+            assert run.stdout.split()[0] == name
+            digests.add(run.stdout.split()[1])
+    assert len(digests) == 1
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "ddllm_vk", *args, DDLLM_VK_ISA="")
+
+
+def test_the_command_line_forces_a_set():
+    """Before or after the command's name; the answer is the same, being the model's."""
+    arguments = ("generate", "--quiet", "--seed", "1", "What is 2 + 3?")
+    best = command(*arguments)
+    assert best.returncode == 0, best.stderr
+    for forced in (command("--isa", "generic", *arguments), command(*arguments, "--isa", "generic")):
+        assert forced.returncode == 0, forced.stderr
+        assert forced.stdout == best.stdout
+    code = "from ddllm_vk.cli import run; run(['--isa', 'generic', 'inspect', '--help']); from ddllm_vk.cpu import isa"
+    assert python("-c", code + "; print(isa.ACTIVE.name)").stdout.splitlines()[-1] == "generic"
+
+
+def test_the_command_line_says_why_not():
+    unknown = command("generate", "--isa", "sse9", "x")
+    assert unknown.returncode == 2
+    assert "'--isa'" in unknown.stderr
+    assert "'sse9'" in unknown.stderr
+    foreign = next(name for name, i in isa.ISAS.items() if i.missing(isa.target_features()))
+    unusable = command("bench", "--isa", foreign)
+    assert unusable.returncode == 2
+    assert "usable here: " in unusable.stderr
+    assert "Traceback" not in unusable.stderr
+    usage = command("generate", "--help").stdout
+    assert all(name in usage for name in isa.ISAS)
+
+
+def test_what_is_in_use_cannot_be_changed():
+    code = "import sys; from ddllm_vk.cpu import isa; from ddllm_vk.cli import run; sys.exit(run(sys.argv[1:]))"
+    other = "generic" if isa.choose(None, isa.target_features()).name != "generic" else "avx2"
+    run = python("-c", code, "demo", "--isa", other, DDLLM_VK_ISA="")
+    assert (run.returncode, "Traceback" in run.stderr) == (1, False)
+    assert f"--isa {other}: the kernels of this process are in use already" in run.stderr
 
 
 def test_kernels_have_a_cache_of_their_own(tmp_path):

@@ -11,7 +11,7 @@ import ddllm_vk.gpu.choice
 import ddllm_vk.gpu.devices
 from ddllm_vk.backends.reference import ReferenceOps
 from ddllm_vk.backends.vulkan import VulkanOps
-from ddllm_vk.errors import GpuError
+from ddllm_vk.errors import GpuError, InputError
 from ddllm_vk.gpu import passes
 from ddllm_vk.gpu.weights import device_bytes
 from ddllm_vk.quants import quantize
@@ -31,7 +31,12 @@ def ops(runtime) -> VulkanOps:
 def both(ops: VulkanOps, fmt: str, values: np.ndarray) -> tuple:
     """A weight uploaded to the device and to the reference."""
     raw = quantize(fmt, values)
-    return ops.upload(fmt, raw, values.shape), ReferenceOps(1e-6).upload(fmt, raw, values.shape)
+    rows = raw.reshape(-1, *raw.shape[values.ndim - 1 :])
+
+    def read(first: int, count: int) -> np.ndarray:
+        return rows[first : first + count]
+
+    return ops.upload(fmt, read, values.shape), ReferenceOps(1e-6).upload(fmt, read, values.shape)
 
 
 @pytest.mark.parametrize(("gate_up_format", "down_format"), [("q40", "f32"), ("f32", "q40"), ("q80", "q40")])
@@ -76,7 +81,7 @@ def test_caches_are_resized_and_shifted(ops):
     x = random(0, 9, 2 * 4)
     place = ops.runtime.allocate(x.nbytes).slice()
     ops.runtime.upload(place, x)
-    cache = ops.new_cache(2, 12, 4)
+    cache = ops.new_cache("f32", 2, 12, 4)
     with ops.scope():
         ops.store_rows(ops._array(place, x.shape), cache, 2)
     rows = x.reshape(9, 2, 4).transpose(1, 0, 2)
@@ -122,7 +127,7 @@ def test_memory_of_arrays_that_are_let_go_is_given_back(ops):
     x = ops._array(ops.runtime.allocate(64).slice(), (2, 8))
     before, recordings = ops.runtime.allocated, len(ops.runtime.recordings)
     for _ in range(3):
-        cache = ops.new_cache(2, 4, 4)
+        cache = ops.new_cache("f16", 2, 4, 4)
         with ops.scope():
             ops.store_rows(x, cache, 0)
         del cache
@@ -149,9 +154,11 @@ def test_what_does_not_fit_is_refused_before_it_is_uploaded(ops, monkeypatch):
     ops.expect([("f32", (5,))])
 
 
-def test_head_sizes_that_are_no_multiple_of_four_are_refused(ops):
+def test_caches_that_the_shaders_cannot_take_are_refused(ops):
     with pytest.raises(GpuError, match="head_dim 6"):
-        ops.new_cache(1, 1, 6)
+        ops.new_cache("f32", 1, 1, 6)
+    with pytest.raises(InputError, match="f16 and f32"):
+        ops.new_cache("q80", 1, 1, 4)
 
 
 def test_auto_never_takes_a_software_device(gpu_device, caplog):

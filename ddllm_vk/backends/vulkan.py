@@ -11,24 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import GpuError
+from ..errors import GpuError, InputError
 from ..gpu.buffers import Arena, Buffer, Slice
 from ..gpu.passes import Passes
 from ..gpu.program import Program
 from ..gpu.runtime import Runtime
 from ..gpu.weights import DeviceWeight, device_bytes, upload_weight
-from ..ops import HeadStatistics
+from ..ops import HeadStatistics, ReadRows
 from ..quants import QUANTIZED
 from .vulkan_arrays import CacheArray, DeviceArray
 from .vulkan_head import ALLOWED_F32, ALLOWED_INT8, VulkanHead
 from .vulkan_kernels import Kernels
 
 F32, I32 = np.float32, np.int32
+_CACHE_DTYPES = {"f16": np.float16, "f32": F32}
 
 
 class VulkanOps:
-    """Activations are float32, quantised to Q80 where `activations` is "q80" and the weight is quantised; K and V are
-    float16 in that case, float32 where no weight is. Takes over `runtime` and closes it. One pass at a time."""
+    """Activations are float32, quantised to Q80 where `activations` is "q80" and the weight is quantised. Takes over
+    `runtime` and closes it. One pass at a time (Session holds the model's lock)."""
 
     def __init__(self, runtime: Runtime, eps: float, activations: str = "q80"):
         self.runtime, self.eps = runtime, eps
@@ -36,7 +37,6 @@ class VulkanOps:
         self.passes = Passes(runtime)
         self.kernels = Kernels(runtime, self.passes)
         self._arena = Arena(runtime, 0)
-        self._any_quantized = False
         self._depth = 0
         self._dropped: deque[Buffer] = deque()  # of arrays that Python let go
         self._router_scales: dict[Slice, Slice] = {}
@@ -50,13 +50,12 @@ class VulkanOps:
         self.runtime.require(nbytes, "the model")
         self._arena = Arena(self.runtime, nbytes)
 
-    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
+    def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
             taken = self._arena.take(4 * shape[0])
-            self.runtime.upload(taken, np.asarray(raw, F32))
+            self.runtime.upload(taken, np.asarray(read(0, 1), F32))
             return taken
-        self._any_quantized |= fmt in QUANTIZED
-        return upload_weight(self.runtime, self._arena, fmt, raw, shape)
+        return upload_weight(self.runtime, self._arena, fmt, read, shape)
 
     def weight_bytes(self, weight: Any) -> int:
         return weight.nbytes
@@ -80,17 +79,25 @@ class VulkanOps:
 
     _deferred = False  # what is pending may wait for the next pass, to be submitted with it
 
-    def new_cache(self, kv_heads: int, capacity: int, head_dim: int) -> CacheArray:
+    def new_cache(self, fmt: str, kv_heads: int, capacity: int, head_dim: int) -> CacheArray:
         if head_dim % 4:
             raise GpuError(f"head_dim {head_dim}: the GPU backend takes multiples of 4; use backend='cpu'")
-        half = self.quantized and self._any_quantized
-        dtype = np.dtype(np.float16 if half else F32)
+        if fmt not in _CACHE_DTYPES:
+            raise InputError(f"kv_cache={fmt!r}: the GPU backend has {' and '.join(_CACHE_DTYPES)}")
+        dtype = np.dtype(_CACHE_DTYPES[fmt])
         buffer = self.runtime.allocate(kv_heads * capacity * head_dim * dtype.itemsize)
         return CacheArray(self, buffer.slice(), (kv_heads, capacity, head_dim), dtype, self._dropped)
 
+    def cache_bytes(self, cache: CacheArray) -> int:
+        return cache.slice.nbytes
+
+    def cache_to_host(self, cache: CacheArray) -> np.ndarray:
+        return np.asarray(cache, dtype=F32)
+
     def resize_cache(self, cache: CacheArray, capacity: int, first: int, count: int) -> CacheArray:
         heads, old, size = cache.shape
-        target = cache if capacity == old else self.new_cache(heads, capacity, size)
+        fmt = next(f for f, dtype in _CACHE_DTYPES.items() if cache.dtype == dtype)
+        target = cache if capacity == old else self.new_cache(fmt, heads, capacity, size)
         if count == 0:
             return target
         program = Program()
@@ -120,7 +127,13 @@ class VulkanOps:
 
     # A layer
 
-    def store_rows(self, x: DeviceArray, cache: CacheArray, slot: int) -> None:
+    def store_rows(self, x: DeviceArray | np.ndarray, cache: CacheArray, slot: int) -> None:
+        if isinstance(x, np.ndarray):  # of the host, outside of a pass
+            buffer = self.runtime.allocate(x.nbytes)
+            self.runtime.upload(buffer, x)
+            with self.scope():
+                self.store_rows(CacheArray(self, buffer.slice(), x.shape, x.dtype, self._dropped), cache, slot)
+            return
         key = ("store_rows", x.slice, cache.slice, x.shape, cache.shape)
         self._operation(key, lambda p: self.kernels.store_rows(p, x, cache))[...] = slot
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from ..errors import DdllmError
+from ..errors import DdllmError, InputError
 
 # command -> one line of help. Each is a click.Command of that name in the module of that name.
 COMMANDS = {
@@ -22,6 +22,7 @@ COMMANDS = {
     "synth": "Write a model of random weights, for benchmarks.",
     "devices": "Show the CPU and every Vulkan device, and what would be used.",
     "bench": "Time loading, encoder and canvas passes of a model.",
+    "warmup": "Compile the CPU kernels before they are needed.",
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -36,6 +37,30 @@ def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) ->
 def _debug_option() -> click.Option:
     return click.Option(
         ["--debug"], is_flag=True, expose_value=False, callback=_remember_debug, help="Show the traceback of an error."
+    )
+
+
+def _force_isa(ctx: click.Context, param: click.Parameter, name: str | None) -> None:
+    """The kernels choose when they are imported: that is done here, with the environment saying what to choose."""
+    if name is None:
+        return
+    os.environ["DDLLM_VK_ISA"] = name
+    try:
+        from ..cpu import isa
+    except InputError as e:
+        raise click.BadParameter(str(e), ctx, param) from e
+    if name != isa.ACTIVE.name:
+        raise InputError(f"--isa {name}: the kernels of this process are in use already, with {isa.ACTIVE.name}")
+
+
+def _isa_option() -> click.Option:
+    return click.Option(
+        ["--isa"],
+        metavar="NAME",
+        expose_value=False,
+        callback=_force_isa,
+        help="Instruction set of the CPU kernels: avx512vnni, avxvnni, avx512, avx2, neon-dotprod, neon or generic."
+        "  [default: the best this machine has]",
     )
 
 
@@ -54,6 +79,8 @@ class LazyGroup(click.Group):
             raise DdllmError(f"the command {cmd_name} is not usable in this installation: {e}") from e
         if not any(parameter.name == "debug" for parameter in command.params):
             command.params.append(_debug_option())
+            if cmd_name == "warmup" or any(parameter.name == "backend" for parameter in command.params):
+                command.params.append(_isa_option())
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -62,7 +89,9 @@ class LazyGroup(click.Group):
 
 
 @click.command(
-    cls=LazyGroup, params=[_debug_option()], context_settings={"help_option_names": ["-h", "--help"], "obj": None}
+    cls=LazyGroup,
+    params=[_debug_option(), _isa_option()],
+    context_settings={"help_option_names": ["-h", "--help"], "obj": None},
 )
 @click.version_option(__version__, prog_name="ddllm_vk", message="%(prog)s %(version)s")
 def cli() -> None:

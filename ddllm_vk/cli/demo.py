@@ -46,6 +46,7 @@ def demo(
     gpu_runtime: str,
     weights: str,
     activations: str,
+    kv_cache: str | None,
     threads: int | None,
     tasks: tuple[str, ...],
     count: int,
@@ -61,8 +62,9 @@ def demo(
     confidence interval of the accuracy.
     """
     choices = {"backend": backend, "device": device, "gpu_runtime": gpu_runtime}
-    choices |= {"weights": weights, "activations": activations}
+    choices |= {"weights": weights, "activations": activations, "kv_cache": kv_cache}
     model = load(model_path, threads, show_progress=not quiet, **choices)
+    choices["kv_cache"] = model.kv_cache
 
     import ddllm_vk
 

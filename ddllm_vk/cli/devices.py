@@ -52,7 +52,7 @@ def describe_cpu() -> dict[str, Any]:
         "memory": memory.total,
         "memory_available": memory.available,
         "isa": isa.ACTIVE.name,
-        "isas": [{"name": i.name, "missing": sorted(i.needs - features)} for i in isa.ISAS.values()],
+        "isas": [{"name": i.name, "missing": sorted(i.missing(features))} for i in isa.ISAS.values()],
     }
 
 

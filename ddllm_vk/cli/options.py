@@ -20,6 +20,23 @@ class FiniteFloat(click.FloatRange):
         return number
 
 
+class CountList(click.ParamType):
+    """Comma-separated integers that are not negative."""
+
+    name = "N[,N...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            counts = [int(part) for part in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
+        if min(counts) < 0:
+            self.fail(f"{min(counts)} is negative", param, ctx)
+        return counts
+
+
 _MODEL_OPTIONS = (
     click.option("--model", "model_path", type=click.Path(path_type=Path), metavar="PATH",
                  help="A model folder.  [default: the bundled model]"),
@@ -33,12 +50,15 @@ _MODEL_OPTIONS = (
                  help="What to hold in memory: the weights as stored, all float32, or quantised to Q40."),
     click.option("--activations", type=click.Choice(["q80", "f32"]), default="q80", show_default=True,
                  help="Inputs of products with Q40 weights."),
+    click.option("--kv-cache", type=click.Choice(["f16", "q80", "f32"]), default=None,
+                 help="What keys and values are stored as.  [default: f16; f32 where nothing else is rounded]"),
     click.option("--threads", type=click.IntRange(min=1), metavar="N", help="[default: one a physical core]"),
 )  # fmt: skip
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --model, --backend, --device, --gpu-runtime, --weights, --activations, --threads: what load() takes."""
+    """Adds --model, --backend, --device, --gpu-runtime, --weights, --activations, --kv-cache, --threads: what load()
+    takes."""
     for option in reversed(_MODEL_OPTIONS):
         command = option(command)
     return command
@@ -49,9 +69,9 @@ def load(model_path: Path | None, threads: int | None, show_progress: bool, **ch
     import ddllm_vk
 
     from ..cpu.jit import is_cold
-    from .live import LoadingBar
+    from .live import loading_bar
 
     if is_cold() and show_progress:
         click.echo("first run here: compiling the CPU kernels, which takes a quarter of a minute once", err=True)
-    with LoadingBar(enabled=show_progress) as bar:
+    with loading_bar(show_progress) as bar:
         return ddllm_vk.load_model(model_path, threads=threads, progress=bar.update, **choices)

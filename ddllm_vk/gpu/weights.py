@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import GpuError
+from ..ops import ReadRows
 from ..quants import BLOCK, BLOCK_BYTES, QUANTIZED
 from .buffers import ALIGNMENT, Arena, Slice
 from .runtime import Runtime
@@ -93,41 +94,35 @@ def pack(fmt: str, raw: np.ndarray) -> np.ndarray:
     return out.reshape(-1)
 
 
-def upload_weight(runtime: Runtime, arena: Arena, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> DeviceWeight:
-    """A tensor of the file to the device: the bytes `pack` takes, in any shape. GpuError if they do not fit."""
+def upload_weight(runtime: Runtime, arena: Arena, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> DeviceWeight:
+    """A tensor of the file to the device; `read` gives rows as `pack` takes them. GpuError if they do not fit."""
     shape = tuple(int(n) for n in shape)
     rows, columns = shape[-2:]
     if fmt not in STEPS or len(shape) not in (2, 3) or (fmt in QUANTIZED and columns % BLOCK):
         raise GpuError(f"a {fmt} weight of shape {shape} is nothing the GPU backend takes")
     block = (columns // BLOCK, BLOCK_BYTES[fmt]) if fmt in QUANTIZED else (columns,)
-    if raw.size != math.prod(shape[:-1]) * math.prod(block):
-        raise GpuError(f"{raw.size} elements of {raw.dtype} are no {fmt} weight of shape {shape}")
-    raw = raw.reshape(-1, rows, *block)
-    if len(shape) == 2:  # units that are split: tiles of one matrix
-        units, unit_bytes, unit_rows = -(-rows // TILE), tile_bytes(fmt, columns), TILE
-        matrices = raw[0]
-    else:  # whole experts
-        units, unit_bytes, unit_rows = len(raw), matrix_bytes(fmt, rows, columns), 1
-        matrices = raw
+    tiles, row_tile = -(-rows // TILE), tile_bytes(fmt, columns)
+    step = max(1, _CHUNK_BYTES // row_tile)  # tiles
+
+    def fill(target: Slice, expert: int, first: int, count: int) -> None:
+        """Tiles first..first+count of one matrix, a few at a time."""
+        for at in range(first, first + count, step):
+            begin, end = at * TILE, min((at + step) * TILE, (first + count) * TILE, rows)
+            raw = read(expert * rows + begin, end - begin).reshape(end - begin, *block)
+            offset = target.offset + (at - first) * row_tile
+            runtime.upload(Slice(target.buffer, offset, target.offset + target.nbytes - offset), pack(fmt, raw))
+
     parts, first = [], 0
-    for taken, count in arena.take_rows(units, unit_bytes):
-        _fill(runtime, fmt, taken, matrices, first, count, unit_rows, unit_bytes)
-        begin = first * unit_rows
-        parts.append(Part(taken, begin, min(count * unit_rows, len(matrices) - begin)))
-        first += count
+    if len(shape) == 2:
+        for taken, count in arena.take_rows(tiles, row_tile):
+            fill(taken, 0, first, count)
+            parts.append(Part(taken, first * TILE, min(count * TILE, rows - first * TILE)))
+            first += count
+    else:  # whole experts
+        for taken, count in arena.take_rows(shape[0], tiles * row_tile):
+            for i in range(count):
+                begin = taken.offset + i * tiles * row_tile
+                fill(Slice(taken.buffer, begin, tiles * row_tile), first + i, 0, tiles)
+            parts.append(Part(taken, first, count))
+            first += count
     return DeviceWeight(fmt, shape, tuple(parts))
-
-
-def _fill(
-    runtime: Runtime, fmt: str, target: Slice, raw: np.ndarray, first: int, count: int, unit_rows: int, unit_bytes: int
-) -> None:
-    """Units first..first+count of `raw`, a few at a time."""
-    step = max(1, _CHUNK_BYTES // unit_bytes)
-    for at in range(0, count, step):
-        some = min(step, count - at)
-        chosen = raw[(first + at) * unit_rows : (first + at + some) * unit_rows]
-        packed = [pack(fmt, matrix) for matrix in chosen] if unit_rows == 1 else [pack(fmt, chosen)]
-        offset = target.offset + at * unit_bytes
-        for data in packed:
-            runtime.upload(Slice(target.buffer, offset, data.size), data)
-            offset += data.size
