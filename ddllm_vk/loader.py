@@ -1,5 +1,6 @@
 """load_model: from a model folder to a Model with uploaded weights, and the Model itself."""
 
+import logging
 import resource
 import sys
 import threading
@@ -16,7 +17,7 @@ from .cache import FORMATS
 from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from .config import GenerationDefaults, ModelConfig
 from .diffusion import GenerationConfig, GenerationStats, OnCanvas, OnStep, Result, denoise
-from .errors import InputError
+from .errors import GpuError, InputError
 from .model import ModelWeights
 from .noise import NoiseSource
 from .ops import Ops
@@ -28,6 +29,8 @@ Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
 
 #: the model that comes with the package
 BUNDLED_MODEL = Path(__file__).resolve().parent / "models" / "demo"
+
+_log = logging.getLogger("ddllm_vk")
 
 
 class Model:
@@ -43,10 +46,12 @@ class Model:
         weights: ModelWeights,
         weight_bytes: int,
         kv_cache: str,
+        backend: str = "cpu",
     ):
         self.path, self.config, self.generation_defaults, self.tokenizer = path, config, defaults, tokenizer
         self.weight_bytes = weight_bytes  #: bytes the weights take on the device
         self.kv_cache = kv_cache  #: what sessions store keys and values as
+        self.backend = backend  #: what runs it: "cpu", "vulkan" or "reference"
         self._ops, self._weights, self._lock = ops, weights, threading.RLock()
 
     def session(self) -> Session:
@@ -121,28 +126,35 @@ def peak_memory_bytes() -> int:
 
 def load_model(
     path: str | Path | None = None,
-    backend: Literal["auto", "cpu", "reference"] = "cpu",
-    device: int = 0,
+    backend: Literal["auto", "cpu", "vulkan", "reference"] = "cpu",
+    device: int | None = None,
     nodes: Sequence[str] | None = None,
     weights: Literal["stored", "f32", "q40"] = "stored",
     embedding: Literal["q80", "q40", "f32"] | None = None,
     activations: Literal["q80", "f32"] = "q80",
     kv_cache: Literal["f16", "q80", "f32"] | None = None,
     threads: int | None = None,
+    gpu_runtime: Literal["auto", "vulkan", "kompute"] = "auto",
     progress: Progress | None = None,
 ) -> Model:
     """Loads a Hugging Face folder or a converted folder; without a path the small model that comes with the package.
 
-    backend: "cpu" (also what "auto" means today); "reference" is plain numpy, for tests.
+    backend: "vulkan" is the GPU; "auto" is the GPU where there is one that can be used and holds the model, else the
+    CPU, and a logged warning says why; "reference" is plain numpy, for tests.
+    device: index of a Vulkan device, as the `devices` command lists them; None: the first GPU. A software device is
+    used if it is asked for by its index, or with backend="vulkan" where there is nothing else; never by "auto".
+    gpu_runtime: how the GPU is driven; "auto" takes what passes the self-test and is fastest.
     weights: "stored" as the folder has them; "f32" unquantised arithmetic; "q40" quantised while loading, with the
     embedding as `embedding` (q80 if None).
     activations: "q80" inputs of products with quantised weights are quantised too; "f32" they are not, for tests.
     kv_cache: what keys and values are stored as. None: f16, but f32 where nothing else is rounded: no weight is
     quantised, or activations="f32". Over an f32 cache attention is computed in float32; over the others its products
     are of bfloat16 on machines that have instructions for them.
-    threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError.
+    threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError,
+    GpuError.
     """
-    _check_choice("backend", backend, ("auto", "cpu", "reference"))
+    _check_choice("backend", backend, ("auto", "cpu", "vulkan", "reference"))
+    _check_choice("gpu_runtime", gpu_runtime, ("auto", "vulkan", "kompute"))
     _check_choice("weights", weights, ("stored", "f32", "q40"))
     _check_choice("activations", activations, ("q80", "f32"))
     if kv_cache is not None:
@@ -151,7 +163,7 @@ def load_model(
         _check_choice("embedding", embedding, ("q80", "q40", "f32"))
         if weights != "q40":
             raise InputError('embedding can be chosen with weights="q40" only')
-    if device != 0:
+    if backend in ("cpu", "reference") and device not in (None, 0):
         raise InputError(f"device {device}: the {backend} backend has the one device 0")
     if nodes:
         raise InputError("nodes: running over several nodes is not implemented yet")
@@ -160,22 +172,32 @@ def load_model(
 
     with open_checkpoint(BUNDLED_MODEL if path is None else path) as checkpoint:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
-        ops = _make_ops(backend, checkpoint.config, activations, threads)
-        try:
-            uploaded, size = _upload(ops, checkpoint, weights, embedding or "q80", progress)
-        except BaseException:
-            ops.close()
-            raise
-        return Model(
-            checkpoint.path,
-            checkpoint.config,
-            checkpoint.generation_defaults,
-            tokenizer,
-            ops,
-            uploaded,
-            size,
-            kv_cache or _default_kv_cache(checkpoint, weights, embedding or "q80", activations),
-        )
+        config, eps = checkpoint.config, checkpoint.config.rms_norm_eps
+        cache_format = kv_cache or _default_kv_cache(checkpoint, weights, embedding or "q80", activations)
+
+        def loaded(name: str, ops: Ops) -> Model:
+            try:
+                uploaded, size = _upload(ops, checkpoint, weights, embedding or "q80", progress)
+            except BaseException:
+                ops.close()
+                raise
+            path, defaults = checkpoint.path, checkpoint.generation_defaults
+            return Model(path, config, defaults, tokenizer, ops, uploaded, size, cache_format, name)
+
+        if backend in ("auto", "vulkan"):
+            try:
+                return loaded("vulkan", _vulkan_ops(backend, eps, activations, device, gpu_runtime))
+            except GpuError as e:
+                if backend == "vulkan":
+                    raise
+                _log.warning("running on the CPU: %s", e)
+        if backend == "reference":
+            from .backends.reference import ReferenceOps
+
+            return loaded("reference", ReferenceOps(eps, activations))
+        from .backends.cpu import CpuOps
+
+        return loaded("cpu", CpuOps(eps, activations, threads))
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -183,14 +205,20 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise InputError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
-def _make_ops(backend: str, config: ModelConfig, activations: str, threads: int | None) -> Ops:
-    if backend == "reference":
-        from .backends.reference import ReferenceOps
+def _vulkan_ops(backend: str, eps: float, activations: str, device: int | None, gpu_runtime: str) -> Ops:
+    """GpuError where there is no device to use; for "auto" a software device is none."""
+    from .backends.vulkan import VulkanOps
+    from .gpu.choice import open_runtime
+    from .gpu.devices import list_devices, pick
 
-        return ReferenceOps(config.rms_norm_eps, activations)
-    from .backends.cpu import CpuOps
-
-    return CpuOps(config.rms_norm_eps, activations, threads)
+    devices = list_devices()
+    if backend == "vulkan" and device is None and all(d.type == "cpu" for d in devices):
+        device = 0
+        _log.warning("there is no GPU: running Vulkan on the software device %s, which is slow", devices[0].name)
+    chosen = pick(devices, device)
+    if backend == "auto" and chosen.type == "cpu":
+        raise GpuError(f"{chosen.title} is a software device, slower than the CPU backend")
+    return VulkanOps(open_runtime(chosen.index, gpu_runtime), eps, activations)
 
 
 def _upload_format(tensor: StoredTensor, weights: str, embedding: str) -> str:
@@ -225,6 +253,7 @@ def _upload(
     w = ModelWeights(
         None, None, {}, [{} for _ in config.layers], [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers
     )
+    ops.expect((formats[t.name], t.shape) for t in tensors if t.shape)
     for tensor in tensors:
         read = partial(_read_rows, tensor, formats[tensor.name], keep_cached)
         kind, layer, short = _split_name(tensor.name)

@@ -4,7 +4,7 @@ Handles of device arrays are opaque to the model. Rows are float32 [rows, column
 returned. CPU Ops compute at once; an Ops that records may replay later, so the model must not look into a handle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +30,10 @@ class HeadStatistics:
 
 class Ops(Protocol):
     """One backend. Sizes are checked by the backend before a kernel runs."""
+
+    def expect(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Formats and shapes of all that will be uploaded, told before the first: to refuse what does not fit."""
+        ...
 
     def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Weight:
         """A tensor's file bytes (quants.py) to the device's layout: [N, K], [E, N, K], or a vector (float32).
@@ -120,8 +124,9 @@ class Ops(Protocol):
         (-1: none) the forbidden ids have probability zero."""
         ...
 
-    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> Array:
-        """scale * softmax(z) @ table of the first `rows` rows of that pass, in an array that outlives the scope."""
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float, out: Array | None = None) -> Array:
+        """scale * softmax(z) @ table of the first `rows` rows of that pass, in an array that outlives the scope; `out`:
+        what an earlier call returned and nobody reads any more, to be used again."""
         ...
 
     def soft_embedding_of_logits(self, z: np.ndarray, table: Weight, scale: float) -> Array:

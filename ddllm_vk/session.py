@@ -27,6 +27,7 @@ class Session:
         with lock:
             self.cache = KVCache(ops, config, kv_cache)
         self._soft: Array | None = None
+        self._soft_memory: Array | None = None  #: what _soft was last, to be used again
 
     @property
     def length(self) -> int:
@@ -117,7 +118,8 @@ class Session:
                 rows if guarded else -1,
                 forbidden_at_row_0,
             )
-            self._soft = self.ops.soft_embedding(stats, rows, self.config.hidden_size**0.5)
+            scale = self.config.hidden_size**0.5
+            self._soft = self._soft_memory = self.ops.soft_embedding(stats, rows, scale, self._soft_memory)
         if guarded:
             for values in (stats.argmax, stats.sampled, stats.entropy):
                 values[0] = values[rows]

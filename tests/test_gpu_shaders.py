@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from ddllm_vk import quants
 from ddllm_vk.cpu import reference
 
 F32 = np.float32
@@ -39,17 +38,3 @@ def test_add_rms_norm(run_shader, m, columns):
     found = run_shader("add_rms_norm", operands, push, (m,))["result"]
     expected = reference.add_rms_norm(x, y, weight, EPS, 0.75)
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=4e-6)
-
-
-@pytest.mark.parametrize("fmt", ["f32", "q40", "q80"])
-@pytest.mark.parametrize(("vocabulary", "columns", "m"), [(1, 32, 1), (7, 96, 5), (50, 160, 33), (11, 2816, 3)])
-def test_embedding_rows(run_shader, fmt, vocabulary, columns, m):
-    rng = np.random.default_rng(vocabulary)
-    table = quants.quantize(fmt, rows(rng, (vocabulary, columns)))
-    ids = rng.integers(0, vocabulary, m, dtype=np.int32)
-    result = np.zeros((m, columns), dtype=F32)
-    operands = {"table": table, "ids": ids, "result": result}
-    found = run_shader(f"embedding_rows_{fmt}", operands, {"columns": columns, "scale": 53.0}, (m,))["result"]
-    expected = quants.dequantize(fmt, table)[ids] * F32(53)
-    # float16 scales times small integers times 53: one rounding each side
-    np.testing.assert_allclose(found, expected, rtol=3e-7, atol=0)

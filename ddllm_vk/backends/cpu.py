@@ -1,6 +1,6 @@
 """CpuOps: the Ops on compiled CPU kernels, computing at once in preallocated buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,9 @@ class CpuOps:
         self.pool = ThreadPool(threads)
         self.arena = Arena()
         self._mean: tuple[Any, np.ndarray] | None = None  # the embedding table and its mean row
+
+    def expect(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        pass
 
     def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
@@ -153,7 +156,7 @@ class CpuOps:
         )
         return HeadStatistics(stats.argmax, stats.sampled, stats.entropy, (stats, table))
 
-    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float, out: Any = None) -> np.ndarray:
         stats, table = statistics.soft
         if self._mean is None or self._mean[0] is not table:
             self._mean = (table, kernels.table_mean(self.pool, table))

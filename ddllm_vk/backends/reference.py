@@ -1,6 +1,6 @@
 """ReferenceOps: the Ops in plain numpy on dequantised weights. Slow and clear: others are tested against it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,9 @@ class ReferenceOps:
     def __init__(self, eps: float, activations: str = "q80"):
         self.eps = eps
         self.quantized = activations == "q80"
+
+    def expect(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        pass
 
     def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
         weight = dequantize(fmt, read(0, int(np.prod(shape[:-1])))).reshape(shape).astype(F32)
@@ -123,7 +126,7 @@ class ReferenceOps:
         sampled = np.minimum(np.array(sampled), last).astype(np.int32)
         return HeadStatistics(z.argmax(axis=-1).astype(np.int32), sampled, entropy, (soft, table))
 
-    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float, out: Any = None) -> np.ndarray:
         probabilities, table = statistics.soft
         return ((probabilities[:rows] @ _array(table)) * scale).astype(F32)
 

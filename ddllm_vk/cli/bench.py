@@ -53,6 +53,8 @@ DEFAULT_CONTEXT = 256
 def bench(
     model_path: Path | None,
     backend: str,
+    device: int | None,
+    gpu_runtime: str,
     weights: str,
     activations: str,
     kv_cache: str | None,
@@ -71,7 +73,8 @@ def bench(
     tokens after it.
     """  # fmt: skip
     started = time.perf_counter()
-    choices = {"backend": backend, "weights": weights, "activations": activations, "kv_cache": kv_cache}
+    choices = {"backend": backend, "device": device, "gpu_runtime": gpu_runtime}
+    choices |= {"weights": weights, "activations": activations, "kv_cache": kv_cache}
     model = load(model_path, threads, show_progress=True, **choices)
     choices["kv_cache"] = model.kv_cache
     load_seconds = time.perf_counter() - started
@@ -94,6 +97,7 @@ def bench(
     figures = {
         "model": str(model.path),
         **choices,
+        "backend": model.backend,
         "threads": threads or default_threads(),
         "canvas_length": config.canvas_length,
         "weight_bytes": int(model.weight_bytes),

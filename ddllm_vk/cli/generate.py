@@ -46,6 +46,8 @@ def generate(
     raw: bool,
     model_path: Path | None,
     backend: str,
+    device: int | None,
+    gpu_runtime: str,
     weights: str,
     activations: str,
     kv_cache: str | None,
@@ -70,7 +72,8 @@ def generate(
     if t_min is not None and t_max is not None and t_min > t_max:
         raise click.UsageError(f"--t-min {t_min} is above --t-max {t_max}")
     text = read_prompt(" ".join(words) if words else None, prompt_option)
-    choices = {"backend": backend, "weights": weights, "activations": activations, "kv_cache": kv_cache}
+    choices = {"backend": backend, "device": device, "gpu_runtime": gpu_runtime}
+    choices |= {"weights": weights, "activations": activations, "kv_cache": kv_cache}
     model = load(model_path, threads, show_progress=not quiet, **choices)
     choices["kv_cache"] = model.kv_cache
 

@@ -40,7 +40,12 @@ class CountList(click.ParamType):
 _MODEL_OPTIONS = (
     click.option("--model", "model_path", type=click.Path(path_type=Path), metavar="PATH",
                  help="A model folder.  [default: the bundled model]"),
-    click.option("--backend", type=click.Choice(["cpu"]), default="cpu", show_default=True),
+    click.option("--backend", type=click.Choice(["cpu", "vulkan", "auto"]), default="cpu", show_default=True,
+                 help="What computes; auto: the GPU if one can be used."),
+    click.option("--device", type=click.IntRange(min=0), metavar="N",
+                 help="Vulkan device, as `devices` lists them.  [default: the first GPU]"),
+    click.option("--gpu-runtime", type=click.Choice(["auto", "vulkan", "kompute"]), default="auto", show_default=True,
+                 help="How a Vulkan device is driven."),
     click.option("--weights", type=click.Choice(["stored", "f32", "q40"]), default="stored", show_default=True,
                  help="What to hold in memory: the weights as stored, all float32, or quantised to Q40."),
     click.option("--activations", type=click.Choice(["q80", "f32"]), default="q80", show_default=True,
@@ -52,7 +57,8 @@ _MODEL_OPTIONS = (
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --model, --backend, --weights, --activations, --kv-cache, --threads: what load() takes."""
+    """Adds --model, --backend, --device, --gpu-runtime, --weights, --activations, --kv-cache, --threads: what load()
+    takes."""
     for option in reversed(_MODEL_OPTIONS):
         command = option(command)
     return command
