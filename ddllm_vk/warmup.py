@@ -23,7 +23,7 @@ _COMPLETE = "complete.json"
 _VOCABULARY = 4096
 
 # (weights, activations, kv_cache) of load_model: integer products, float32 ones of quantised weights, dense weights.
-_WAYS = (("stored", "q80", "f16"), ("stored", "f32", "q80"), ("f32", "f32", "f32"))
+_WAYS: tuple[tuple[Any, Any, Any], ...] = (("stored", "q80", "f16"), ("stored", "f32", "q80"), ("f32", "f32", "f32"))
 
 
 def warm_up(on_compile: OnCompile | None = None) -> int:
