@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 #: Called with a kernel's name before it is compiled, the kernels that are ready, and those in all.
 OnCompile = Callable[[str, int, int], Any]
@@ -23,7 +23,8 @@ _COMPLETE = "complete.json"
 _VOCABULARY = 4096
 
 # (weights, activations, kv_cache) of load_model: integer products, float32 ones of quantised weights, dense weights.
-_WAYS = (("stored", "q80", "f16"), ("stored", "f32", "q80"), ("f32", "f32", "f32"))
+_Way = tuple[Literal["stored", "f32"], Literal["q80", "f32"], Literal["f16", "q80", "f32"]]
+_WAYS: tuple[_Way, ...] = (("stored", "q80", "f16"), ("stored", "f32", "q80"), ("f32", "f32", "f32"))
 
 
 def warm_up(on_compile: OnCompile | None = None) -> int:
