@@ -148,21 +148,20 @@ def stored_cache(pool: ThreadPool, fmt: str, values: np.ndarray) -> CacheRows:
 
 
 def head_table(pool: ThreadPool, peaks: Peaks) -> Table:
-    """Nearly flat logits for some rows, peaked ones for others: both ways to the self-conditioning."""
+    """Rows that point at one token each, and rows with nearly flat logits: both ways to the self-conditioning."""
     table = Table(f"The head over {VOCAB:,} tokens, {ROWS} rows, q80 x q80", "", "ms", "GOP/s", "of the peak")
     weight = random_weight(pool, "q80", VOCAB, HIDDEN)
     uniforms = rng.random(ROWS)
     mean = kernels.table_mean(pool, weight)
     out = np.empty((ROWS, HIDDEN), np.float32)
-    x = normal(ROWS, HIDDEN)
-    spread = 0.01 * np.sqrt(HIDDEN) * 74  # standard deviation of the products of x and the table
+    certain, flat = np.empty((ROWS, HIDDEN), np.float32), normal(ROWS, HIDDEN) * np.float32(0.01)
+    kernels.embedding_rows(pool, weight, np.arange(ROWS, dtype=np.int32), 0.016, certain)  # products of about 25
 
     def row(name: str, operations: float, function: Callable, most: float) -> None:
         seconds = best({name: function}, pool.threads, 2.0, 2)[name]
         table.row(name, seconds * 1e3, operations / seconds / 1e9, operations / seconds / most)
 
-    for name, deviation in (("certain", 6.0), ("undecided", 0.5)):
-        y = x * np.float32(deviation * 0.6 / spread)
+    for name, y in (("certain", certain), ("undecided", flat)):
         statistics = partial(kernels.head_statistics, pool, y, weight, 30.0, 0.6, uniforms)
         row(f"statistics, {name} rows", 2 * ROWS * VOCAB * HIDDEN, statistics, peaks.dot)
         found = statistics()
