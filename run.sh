@@ -3,6 +3,7 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/.ci/venv.sh"
 prepare_venv run
+prepare_gpu run
 if [ $# -eq 0 ]; then
     set -- "What is the capital of France?"
     say "generate \"$1\""

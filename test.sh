@@ -3,6 +3,7 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/.ci/venv.sh"
 prepare_venv dev
+prepare_gpu dev
 cd "$root"
 
 failed=()

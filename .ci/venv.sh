@@ -1,5 +1,6 @@
 # Sourced by run.sh and test.sh. prepare_venv KIND makes .venv in the tree's root and installs the package into it, editable;
-# KIND "run" installs what running needs, "dev" the tools of the checks too. Done once, it returns at once.
+# KIND "run" installs what running needs, "dev" the tools of the checks too. prepare_gpu KIND adds what the GPU layer can use:
+# nothing there is needed to run, and what cannot be had is said and left out. Done once, both return at once.
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -62,4 +63,47 @@ prepare_venv() {
         --config-settings editable_mode=compat -e "$root$extra" </dev/null >&2 ||
         give_up "pip could not install the package, see above; run this again once that is solved"
     printf '%s %s' "$wanted" "$kind" >"$stamp"
+}
+
+has_library() { ldconfig -p 2>/dev/null | grep -qF "$1" || [ -n "$(find /usr/lib /usr/local/lib -name "$1" -print -quit 2>/dev/null)" ]; }
+has_file() { compgen -G "$1" >/dev/null; }
+has_python_headers() {
+    "$venv/bin/python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+}
+can_build_kompute() {
+    command -v cmake >/dev/null 2>&1 && command -v g++ >/dev/null 2>&1 && has_python_headers &&
+        { has_file "/usr/include/vulkan/vulkan.hpp" || has_file "/usr/local/include/vulkan/vulkan.hpp"; } &&
+        { has_file "/usr/include/fmt/format.h" || has_file "/usr/local/include/fmt/format.h"; }
+}
+
+# For "dev": a software device, the validation layers, and what Kompute is built with, as Debian packages if need be. For both:
+# Kompute, where it can be built. The package runs on the GPU without it, through the `vulkan` runtime.
+prepare_gpu() {
+    local kind=$1 built headers=python3-dev
+    built="$venv/kompute-$(sha256sum <"$root/.ci/build_kompute.py" | cut -c1-16)"
+    if [ "$kind" = dev ]; then
+        if ! has_library libvulkan.so.1 || ! has_file "/usr/share/vulkan/icd.d/*.json" ||
+            ! has_file "/usr/share/vulkan/explicit_layer.d/*validation*.json"; then
+            apt_install mesa-vulkan-drivers libvulkan1 vulkan-validationlayers ||
+                say "no Vulkan driver or validation layer could be installed: tests on the GPU layer will be skipped"
+        fi
+        if [ ! -e "$built" ] && ! can_build_kompute; then
+            has_python_headers || headers="python$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev"
+            apt_install cmake g++ make libvulkan-dev libfmt-dev "$headers" || true
+        fi
+    fi
+    [ -e "$built" ] && return
+    if ! can_build_kompute; then
+        [ "$kind" = run ] || say "Kompute cannot be built here (needs cmake, g++, Vulkan, fmt and Python headers): left out"
+        return 0
+    fi
+    say "building Kompute, one of the two ways to the GPU (1 to 3 minutes, once)"
+    if "$venv/bin/python" "$root/.ci/build_kompute.py" "$venv/kompute" >"$venv/kompute.log" 2>&1 </dev/null &&
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps --force-reinstall \
+            "$venv"/kompute/kp-*.whl </dev/null >>"$venv/kompute.log" 2>&1; then
+        say "Kompute is installed"
+    else
+        say "Kompute could not be built (see $venv/kompute.log): left out"
+    fi
+    touch "$built"
 }

@@ -74,6 +74,16 @@ def loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: Ca
     return final
 
 
+def reduced(builder: ir.IRBuilder, vector: ir.Value, combine: Callable) -> ir.Value:
+    """The sixteen lanes combined in a tree, as a scalar."""
+    width = 16
+    while width > 1:
+        width //= 2
+        low, high = (ir.Constant(ir.VectorType(I32, width), list(range(f, f + width))) for f in (0, width))
+        vector = combine(builder.shuffle_vector(vector, vector, low), builder.shuffle_vector(vector, vector, high))
+    return builder.extract_element(vector, I32(0))
+
+
 class _Int8Tile:
     """out[i, 0:16] = row i of an int8 row tile times a Q40 or Q80 weight tile, for i < m.
 

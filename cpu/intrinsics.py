@@ -115,6 +115,38 @@ def copy_32(typingctx, source, target):
     return types.void(types.int64, types.int64), codegen
 
 
+def _transposition(ty: ir.Type, per_row: int):
+    """transpose(source, stride, target, flip): the first `per_row` elements of 16 rows, `stride` bytes apart, to
+    [per_row][16] at `target`; every element is xor-ed with `flip`."""
+    row, whole = ir.VectorType(ty, per_row), ir.VectorType(ty, 16 * per_row)
+
+    @intrinsic
+    def transpose(typingctx, source, stride, target, flip):
+        def codegen(context, builder, signature, args):
+            source, stride, target, flip = args
+            rows = [
+                builder.load(at(builder, builder.add(source, builder.mul(stride, I64(r))), row), align=1)
+                for r in range(16)
+            ]
+            # Interleaving row r with row r + 8, the results r and r + 4 of that, and so on leaves all rows in order.
+            while len(rows) > 1:
+                half, count = len(rows) // 2, rows[0].type.count
+                order = ir.Constant(ir.VectorType(I32, 2 * count), [i // 2 + i % 2 * count for i in range(2 * count)])
+                rows = [builder.shuffle_vector(rows[r], rows[r + half], order) for r in range(half)]
+            flips = builder.insert_element(ir.Constant(whole, ir.Undefined), builder.trunc(flip, ty), I32(0))
+            flips = builder.shuffle_vector(flips, flips, ir.Constant(ir.VectorType(I32, whole.count), None))
+            builder.store(builder.xor(rows[0], flips), at(builder, target, whole), align=16)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.uint64), codegen
+
+    return transpose
+
+
+transpose_u32 = _transposition(I32, 4)
+transpose_u16 = _transposition(I16, 8)
+
+
 @intrinsic
 def bits_to_float(typingctx, bits):
     """The float32 whose bits are the given uint32."""

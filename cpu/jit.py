@@ -13,10 +13,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import numba
-from numba.core import config
+from numba.core import config, event
 from numba.core.registry import cpu_target
 
 from ddllm_vk.cpu import isa
@@ -58,6 +59,9 @@ def _cache_folder() -> str:
 
 CACHE_FOLDER = _cache_folder()
 
+#: Every kernel of the modules imported so far; `signatures` of one that has been neither compiled nor loaded is empty.
+KERNELS: list[Any] = []
+
 
 def is_cold() -> bool:
     """Whether no kernel of this installation has been compiled for this machine yet."""
@@ -85,7 +89,25 @@ def kernel(function: Callable) -> Callable:
     with _our_cache():
         compiled = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)
     _survive_damage(compiled)
+    KERNELS.append(compiled)
     return compiled
+
+
+class _OnCompile(event.Listener):
+    def __init__(self, call: Callable[[str], object]) -> None:
+        self.call = call
+
+    def on_start(self, event: event.Event) -> None:
+        if event.data["dispatcher"] in KERNELS:  # numba compiles functions of its own too
+            self.call(event.data["dispatcher"].__name__.lstrip("_"))
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
+def compilations(call: Callable[[str], object]) -> contextlib.AbstractContextManager[None]:
+    """Inside, `call` gets the name of each kernel that is compiled because the cache does not have it, beforehand."""
+    return event.install_listener("numba:compile", _OnCompile(call))
 
 
 def _survive_damage(compiled: Callable) -> None:

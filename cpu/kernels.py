@@ -1,6 +1,7 @@
 """All kernels under one roof: what a backend imports. Arrays are float32 and C-contiguous unless said otherwise."""
 
 from ddllm_vk.cpu.attention import attention
+from ddllm_vk.cpu.cache_rows import CacheRows, empty_cache, store_rows
 from ddllm_vk.cpu.experts import experts
 from ddllm_vk.cpu.head import (
     HeadState,
@@ -20,13 +21,13 @@ from ddllm_vk.cpu.rowwise import (
     head_norm_rope,
     rms_norm,
     router,
-    store_rows,
 )
 from ddllm_vk.cpu.soft import soft_embedding, soft_embedding_of_logits, sparse_rows, table_mean
 from ddllm_vk.cpu.threads import ThreadPool
 from ddllm_vk.cpu.weights import DenseWeight, PackedQ40, PackedQ80, Weight, pack, unpack
 
 __all__ = [
+    "CacheRows",
     "DenseWeight",
     "HeadState",
     "HeadStatistics",
@@ -39,6 +40,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "embedding_rows",
+    "empty_cache",
     "empty_quantized",
     "experts",
     "finish",

@@ -212,14 +212,6 @@ def head_norm_rope(
     return out
 
 
-def store_rows(pool: ThreadPool, x: np.ndarray, cache: np.ndarray, slot: int) -> None:
-    """cache[:, slot + r] = x[r]. x: [M, kv, hd]; cache: [kv, capacity, hd]. A copy: numpy's is as fast as any."""
-    rows, heads, size = x.shape
-    check(cache, "cache", (heads, cache.shape[1], size))
-    assert 0 <= slot <= cache.shape[1] - rows, f"slots {slot}..{slot + rows} of {cache.shape[1]}"
-    cache[:, slot : slot + rows] = x.transpose(1, 0, 2)
-
-
 @kernel
 def _choose_experts(logits, per_expert_scale, ids, weights, counter, jobs, grain):
     """Job: a row. Softmax over all experts, the largest top_k in descending order, renormalised, scaled."""

@@ -6,17 +6,31 @@ quants.py, whose read-only, memory-mapped bytes are read once. The layouts are d
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ddllm_vk.cpu.intrinsics import address, load_u16, load_u32, store_u16, store_u32, take
+from ddllm_vk.cpu.intrinsics import (
+    address,
+    load_u16,
+    load_u32,
+    store_u16,
+    store_u32,
+    transpose_u16,
+    transpose_u32,
+)
 from ddllm_vk.cpu.isa import TILE
 from ddllm_vk.cpu.jit import kernel
-from ddllm_vk.cpu.memory import address_of, aligned_empty
+from ddllm_vk.cpu.memory import address_of, mapped_empty
 from ddllm_vk.cpu.threads import ThreadPool
 from ddllm_vk.errors import InputError
-from ddllm_vk.quants import BLOCK, BLOCK_BYTES
+from ddllm_vk.quants import BLOCK, BLOCK_BYTES, QUANTIZED
+
+ReadRows = Callable[[int, int], np.ndarray]
+
+#: bytes of the file packed at a time: what was just read is still in the core's own cache
+_CHUNK_BYTES = 1 << 19
 
 _NO_SCALES = np.zeros(0, dtype=np.uint16)
 
@@ -96,59 +110,60 @@ _DENSE_DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 
 @kernel
-def _pack_blocks(code, raw, rows, blocks, tiles, data, scales, counter, jobs, grain):
-    """Job: a tile. raw: address of [E, rows, blocks, 18 or 34] bytes."""
+def _pack_blocks(code, raw, rows, blocks, tiles, first, last, data, scales):
+    """Tiles first..last of a weight from blocks of 18 or 34 bytes; raw: address of the rows from tile `first` on."""
     groups = 4 if code == Q40 else 8
     block_bytes = 18 if code == Q40 else 34
-    flip = np.uint32(0) if code == Q40 else np.uint32(0x80808080)
-    while True:
-        first = take(counter, grain)
-        if first >= jobs:
-            return
-        for tile in range(first, min(first + grain, jobs)):
-            matrix = tile // tiles
-            row = (tile - matrix * tiles) * 16
-            source = raw + (matrix * rows + row) * blocks * block_bytes
-            target = address(data) + tile * blocks * groups * 64
-            scale = address(scales) + tile * blocks * 32
-            valid = min(16, rows - row)
+    flip = np.uint64(0) if code == Q40 else np.uint64(0x80808080)
+    row_bytes = blocks * block_bytes
+    source = raw
+    for tile in range(first, last):
+        target = address(data) + tile * blocks * groups * 64
+        scale = address(scales) + tile * blocks * 32
+        valid = min(16, rows - tile % tiles * 16)
+        if valid == 16:
             for b in range(blocks):
-                for r in range(valid):
-                    block = source + (r * blocks + b) * block_bytes
-                    store_u16(scale, b * 16 + r, load_u16(block, 0))
+                block = source + b * block_bytes
+                for r in range(16):
+                    store_u16(scale, b * 16 + r, load_u16(block + r * row_bytes, 0))
+                for g in range(0, groups, 4):
+                    transpose_u32(block + 2 + g * 4, row_bytes, target + (b * groups + g) * 64, flip)
+        else:
+            for b in range(blocks):
+                for r in range(16):
+                    block = source + r * row_bytes + b * block_bytes
+                    store_u16(scale, b * 16 + r, load_u16(block, 0) if r < valid else np.uint16(0))
                     for g in range(groups):
-                        store_u32(target, (b * groups + g) * 16 + r, load_u32(block + 2, g) ^ flip)
-                for r in range(valid, 16):
-                    store_u16(scale, b * 16 + r, np.uint16(0))
-                    for g in range(groups):
-                        store_u32(target, (b * groups + g) * 16 + r, np.uint32(0))
+                        word = load_u32(block + 2, g) ^ np.uint32(flip) if r < valid else np.uint32(0)
+                        store_u32(target, (b * groups + g) * 16 + r, word)
+        source += valid * row_bytes
 
 
 @kernel
-def _pack_dense(size, raw, rows, columns, tiles, data, counter, jobs, grain):
-    """Job: a tile. raw: address of [E, rows, columns] elements of `size` (2 or 4) bytes."""
-    while True:
-        first = take(counter, grain)
-        if first >= jobs:
-            return
-        for tile in range(first, min(first + grain, jobs)):
-            matrix = tile // tiles
-            row = (tile - matrix * tiles) * 16
-            source = raw + (matrix * rows + row) * columns * size
-            target = address(data) + tile * columns * 16 * size
-            valid = min(16, rows - row)
-            if size == 4:
-                for k in range(columns):
-                    for r in range(valid):
-                        store_u32(target, k * 16 + r, load_u32(source, r * columns + k))
-                    for r in range(valid, 16):
-                        store_u32(target, k * 16 + r, np.uint32(0))
-            else:
-                for k in range(columns):
-                    for r in range(valid):
-                        store_u16(target, k * 16 + r, load_u16(source, r * columns + k))
-                    for r in range(valid, 16):
-                        store_u16(target, k * 16 + r, np.uint16(0))
+def _pack_dense(size, raw, rows, columns, tiles, first, last, data):
+    """Tiles first..last of a weight from elements of `size` (2 or 4) bytes; raw: address of tile `first`'s rows."""
+    source = raw
+    for tile in range(first, last):
+        target = address(data) + tile * columns * 16 * size
+        valid = min(16, rows - tile % tiles * 16)
+        done = 0
+        if valid == 16:
+            step = 16 // size
+            done = columns // step * step
+            for k in range(0, done, step):
+                if size == 4:
+                    transpose_u32(source + k * 4, columns * 4, target + k * 64, np.uint64(0))
+                else:
+                    transpose_u16(source + k * 2, columns * 2, target + k * 32, np.uint64(0))
+        for k in range(done, columns):
+            for r in range(16):
+                if size == 4:
+                    word = load_u32(source, r * columns + k) if r < valid else np.uint32(0)
+                    store_u32(target, k * 16 + r, word)
+                else:
+                    half = load_u16(source, r * columns + k) if r < valid else np.uint16(0)
+                    store_u16(target, k * 16 + r, half)
+        source += valid * columns * size
 
 
 def empty(fmt: str, shape: tuple[int, ...]) -> Weight:
@@ -159,14 +174,14 @@ def empty(fmt: str, shape: tuple[int, ...]) -> Weight:
         raise InputError(f"a weight has the shape (N, K) or (experts, N, K) with no zeros, not {tuple(shape)}")
     columns = shape[-1]
     tiles = math.prod(shape[:-2]) * -(-shape[-2] // TILE)
-    if fmt in ("q40", "q80"):
+    if fmt in QUANTIZED:
         if columns % BLOCK:
             raise InputError(f"{fmt} needs a multiple of {BLOCK} inputs, not {columns}")
-        payload = BLOCK_BYTES[fmt] - 2
-        data = aligned_empty(tiles * TILE * columns // BLOCK * payload, np.uint8)
-        scales = aligned_empty(tiles * TILE * columns // BLOCK, np.uint16)
+        blocks = tiles * TILE * columns // BLOCK
+        memory = mapped_empty(blocks * BLOCK_BYTES[fmt])
+        data, scales = memory[: -2 * blocks], memory[-2 * blocks :].view(np.uint16)
     else:
-        data = aligned_empty(tiles * TILE * columns * np.dtype(_DENSE_DTYPES[fmt]).itemsize, np.uint8)
+        data = mapped_empty(tiles * TILE * columns * np.dtype(_DENSE_DTYPES[fmt]).itemsize)
         scales = _NO_SCALES
     return _CLASSES[fmt](tuple(int(n) for n in shape), fmt, data, scales)
 
@@ -180,35 +195,82 @@ def pack(
     [..., N, K]; any shape of that many elements; may be read-only. shape: (N, K) or (E, N, K).
     out: a weight of the same format and shape to fill instead of a new one. Raises InputError if they do not fit.
     """
-    shape = tuple(int(n) for n in shape)
-    weight = empty(fmt, shape) if out is None else out
-    if weight.format != fmt or weight.shape != shape:
-        raise InputError(f"cannot pack {fmt} {shape} into a weight of {weight.format} {weight.shape}")
-    quantized = fmt in ("q40", "q80")
-    dtype = np.dtype(np.uint8 if quantized else _DENSE_DTYPES[fmt])
-    count = math.prod(shape) // BLOCK * BLOCK_BYTES[fmt] if quantized else math.prod(shape)
-    if raw.dtype != dtype or raw.size != count:
+    weight = _weight_to_fill(fmt, shape, out)
+    rows = weight.experts * weight.rows
+    dtype, elements = _stored_row(weight)
+    if raw.dtype != dtype or raw.size != rows * elements:
         raise InputError(
-            f"a {fmt} weight of shape {shape} is made from {count} elements of {dtype}, not {raw.size} of {raw.dtype}"
+            f"a {fmt} weight of shape {weight.shape} is made from {rows * elements} elements of {dtype}, "
+            f"not {raw.size} of {raw.dtype}"
         )
-    raw = np.ascontiguousarray(raw)
-    threads = ThreadPool(1) if pool is None else pool
-    jobs = weight.experts * weight.tiles
-    grain = max(1, 2**18 // (raw.nbytes // jobs + 1))
-    if quantized:
-        blocks = weight.columns // BLOCK
-        args = (weight.code, address_of(raw), weight.rows, blocks, weight.tiles, weight.data, weight.scales)
-        threads.run(_pack_blocks, jobs, *args, grain=grain)
-    else:
-        args = (dtype.itemsize, address_of(raw), weight.rows, weight.columns, weight.tiles, weight.data)
-        threads.run(_pack_dense, jobs, *args, grain=grain)
+    matrix = np.ascontiguousarray(raw).reshape(rows, elements)
+    return pack_from(fmt, lambda first, count: matrix[first : first + count], shape, pool, weight)
+
+
+def pack_from(
+    fmt: str, read: ReadRows, shape: tuple[int, ...], pool: ThreadPool | None = None, out: Weight | None = None
+) -> Weight:
+    """As `pack`, of a tensor that is read while it is packed, in chunks that fit a core's cache, on every thread.
+
+    read: (first, count) -> rows first..first+count of all E * N, as `pack` takes them; called once for every row.
+    An error in `read` is raised here. Raises InputError if what it gives does not fit.
+    """
+    weight = _weight_to_fill(fmt, shape, out)
+    dtype, elements = _stored_row(weight)
+    tiles = weight.experts * weight.tiles
+    grain = max(1, _CHUNK_BYTES // (TILE * elements * dtype.itemsize))
+
+    def row_of(tile: int) -> int:
+        return tile // weight.tiles * weight.rows + tile % weight.tiles * TILE
+
+    chunks = iter(range(0, tiles, grain))
+
+    def work(*_: object) -> None:
+        """Packs chunks until there are no more; threads share the iterator, whose steps the interpreter keeps apart."""
+        for first in chunks:
+            last = min(first + grain, tiles)
+            start, count = row_of(first), row_of(last) - row_of(first)
+            rows = read(start, count)
+            if rows.dtype != dtype or rows.size != count * elements or not rows.flags.c_contiguous:
+                raise InputError(f"{fmt} {weight.shape}: {count} rows were read as {rows.dtype} {rows.shape}")
+            _pack_tiles(weight, rows, first, last)
+
+    (ThreadPool(1) if pool is None else pool).run(work, tiles, grain=grain)
     return weight
+
+
+def _weight_to_fill(fmt: str, shape: tuple[int, ...], out: Weight | None) -> Weight:
+    shape = tuple(int(n) for n in shape)
+    if out is None:
+        return empty(fmt, shape)
+    if out.format != fmt or out.shape != shape:
+        raise InputError(f"cannot pack {fmt} {shape} into a weight of {out.format} {out.shape}")
+    return out
+
+
+def _stored_row(weight: Weight) -> tuple[np.dtype, int]:
+    """What one row of the file is: the elements' dtype and their number."""
+    if weight.format in QUANTIZED:
+        return np.dtype(np.uint8), weight.columns // BLOCK * BLOCK_BYTES[weight.format]
+    return np.dtype(_DENSE_DTYPES[weight.format]), weight.columns
+
+
+def _pack_tiles(weight: Weight, rows: np.ndarray, first: int, last: int) -> None:
+    """Tiles first..last from the rows that they are made of."""
+    source = address_of(rows)
+    if weight.format in QUANTIZED:
+        blocks = weight.columns // BLOCK
+        matrix = (weight.rows, blocks, weight.tiles)
+        _pack_blocks(weight.code, source, *matrix, first, last, weight.data, weight.scales)
+    else:
+        matrix = (weight.rows, weight.columns, weight.tiles)
+        _pack_dense(rows.itemsize, source, *matrix, first, last, weight.data)
 
 
 def unpack(weight: Weight) -> np.ndarray:
     """The float32 values [N, K] or [E, N, K] of a packed weight; plain numpy, for tests and small tensors."""
     tiles = weight.experts * weight.tiles
-    if weight.format in ("q40", "q80"):
+    if weight.format in QUANTIZED:
         blocks = weight.columns // BLOCK
         groups = 4 if weight.format == "q40" else 8
         data = weight.data.reshape(tiles, blocks, groups, TILE, 4)

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .config import GenerationDefaults, ModelConfig
     from .diffusion import Canvas, GenerationConfig, GenerationStats, Result, StepInfo
-    from .errors import CheckpointError, ConfigError, DdllmError, InputError, TokenizerError
+    from .errors import CheckpointError, ConfigError, DdllmError, GpuError, InputError, TokenizerError
     from .loader import Model, load_model
     from .noise import NoiseSource, PhiloxNoise
     from .session import Session
@@ -29,6 +29,7 @@ _PUBLIC = {
     "GenerationConfig": ".diffusion",
     "GenerationDefaults": ".config",
     "GenerationStats": ".diffusion",
+    "GpuError": ".errors",
     "InputError": ".errors",
     "Model": ".loader",
     "ModelConfig": ".config",
@@ -49,6 +50,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationDefaults",
     "GenerationStats",
+    "GpuError",
     "InputError",
     "Model",
     "ModelConfig",

@@ -14,7 +14,7 @@ from . import sampler
 from .config import GenerationDefaults, ModelConfig
 from .errors import DdllmError, InputError
 from .noise import NoiseSource, PhiloxNoise
-from .session import Session
+from .session import OnEncode, Session
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,12 @@ def denoise(
     noise: NoiseSource | None = None,
     on_step: OnStep | None = None,
     on_canvas: OnCanvas | None = None,
+    on_encode: OnEncode | None = None,
 ) -> Denoised:
     """Encodes the prompt and denoises canvas after canvas until end-of-sequence or enough tokens.
 
-    prompt_ids: int32 [P], P >= 1. The session must be fresh. Raises InputError when the context cannot hold it.
+    prompt_ids: int32 [P], P >= 1. The session must be fresh. on_encode is told of the prompt's passes and of those that
+    commit a finished canvas. Raises InputError when the context cannot hold it.
     """
     config = session.config
     count = canvases_to_write(len(prompt_ids), settings.max_new_tokens, config)
@@ -178,9 +180,12 @@ def denoise(
     pending = prompt_ids  # not yet in the cache: the prompt, then each finished canvas but the last
     for index in range(count):
         started = time.perf_counter()
-        session.encode(pending)
+        complete = session.encode(pending, on_encode)
         encoded = time.perf_counter()
         out.encode_seconds += encoded - started
+        if not complete:
+            out.finish_reason = "cancelled"
+            break
         argmax, steps, settled = _denoise_canvas(session, settings, noise, index, on_step)
         out.passes += steps
         out.denoise_seconds += time.perf_counter() - encoded

@@ -19,3 +19,7 @@ class TokenizerError(DdllmError):
 
 class InputError(DdllmError):
     """An argument of the caller that cannot be used: prompt, count, option."""
+
+
+class GpuError(DdllmError):
+    """A Vulkan device, driver, runtime or shader that is missing, refused, too small, or that failed while running."""

@@ -1,24 +1,28 @@
 """load_model: from a model folder to a Model with uploaded weights, and the Model itself."""
 
+import logging
 import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
-from .checkpoint import Checkpoint, StoredTensor, expected_tensors, open_checkpoint
+from .cache import FORMATS
+from .checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from .config import GenerationDefaults, ModelConfig
 from .diffusion import GenerationConfig, GenerationStats, OnCanvas, OnStep, Result, denoise
-from .errors import InputError
+from .errors import GpuError, InputError
 from .model import ModelWeights
 from .noise import NoiseSource
-from .ops import Ops, Weight
-from .quants import BLOCK, BLOCK_BYTES, QUANTIZED, dequantize, quantize
-from .session import Session
+from .ops import Ops
+from .quants import BLOCK, QUANTIZED, dequantize, quantize, tensor_bytes
+from .session import OnEncode, Session
 from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
@@ -26,7 +30,7 @@ Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
 #: the model that comes with the package
 BUNDLED_MODEL = Path(__file__).resolve().parent / "models" / "demo"
 
-_CHUNK_VALUES = 8 << 20  #: weights quantised at a time while loading
+_log = logging.getLogger("ddllm_vk")
 
 
 class Model:
@@ -41,14 +45,18 @@ class Model:
         ops: Ops,
         weights: ModelWeights,
         weight_bytes: int,
+        kv_cache: str,
+        backend: str = "cpu",
     ):
         self.path, self.config, self.generation_defaults, self.tokenizer = path, config, defaults, tokenizer
         self.weight_bytes = weight_bytes  #: bytes the weights take on the device
+        self.kv_cache = kv_cache  #: what sessions store keys and values as
+        self.backend = backend  #: what runs it: "cpu", "vulkan" or "reference"
         self._ops, self._weights, self._lock = ops, weights, threading.RLock()
 
     def session(self) -> Session:
         """A fresh session with a KV cache of its own."""
-        return Session(self._ops, self._weights, self.config, self._lock)
+        return Session(self._ops, self._weights, self.config, self.kv_cache, self._lock)
 
     def prompt_ids(self, prompt: str | Sequence[Any] | np.ndarray) -> np.ndarray:
         """int32 ids of a prompt: ids as they are, a string as one user message, messages through the chat template."""
@@ -70,9 +78,11 @@ class Model:
         on_step: OnStep | None = None,
         on_canvas: OnCanvas | None = None,
         noise: NoiseSource | None = None,
+        on_encode: OnEncode | None = None,
     ) -> Result:
         """Denoises a reply to token ids, a list of chat messages, or a string (one user message).
 
+        on_step after every denoising step, on_encode after every encoder pass: returning False ends the generation.
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt beyond the context.
         """
         started = time.perf_counter()
@@ -83,7 +93,7 @@ class Model:
         if settings.guard_empty_reply and len(set(settings.eos_token_ids)) >= self.config.vocab_size:
             raise InputError("every token ends the sequence, so no reply can begin; pass guard_empty_reply=False")
         prompt = self.prompt_ids(ids_or_messages)
-        out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas)
+        out = denoise(self.session(), prompt, settings, noise, on_step, on_canvas, on_encode)
         seconds = time.perf_counter() - started
         steps = [c.steps for c in out.canvases]
         stats = GenerationStats(
@@ -116,31 +126,44 @@ def peak_memory_bytes() -> int:
 
 def load_model(
     path: str | Path | None = None,
-    backend: Literal["auto", "cpu", "reference"] = "cpu",
-    device: int = 0,
+    backend: Literal["auto", "cpu", "vulkan", "reference"] = "cpu",
+    device: int | None = None,
     nodes: Sequence[str] | None = None,
     weights: Literal["stored", "f32", "q40"] = "stored",
     embedding: Literal["q80", "q40", "f32"] | None = None,
     activations: Literal["q80", "f32"] = "q80",
+    kv_cache: Literal["f16", "q80", "f32"] | None = None,
     threads: int | None = None,
+    gpu_runtime: Literal["auto", "vulkan", "kompute"] = "auto",
     progress: Progress | None = None,
 ) -> Model:
     """Loads a Hugging Face folder or a converted folder; without a path the small model that comes with the package.
 
-    backend: "cpu" (also what "auto" means today); "reference" is plain numpy, for tests.
+    backend: "vulkan" is the GPU; "auto" is the GPU where there is one that can be used and holds the model, else the
+    CPU, and a logged warning says why; "reference" is plain numpy, for tests.
+    device: index of a Vulkan device, as the `devices` command lists them; None: the first GPU. A software device is
+    used if it is asked for by its index, or with backend="vulkan" where there is nothing else; never by "auto".
+    gpu_runtime: how the GPU is driven; "auto" takes what passes the self-test and is fastest.
     weights: "stored" as the folder has them; "f32" unquantised arithmetic; "q40" quantised while loading, with the
     embedding as `embedding` (q80 if None).
     activations: "q80" inputs of products with quantised weights are quantised too; "f32" they are not, for tests.
-    threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError.
+    kv_cache: what keys and values are stored as. None: f16, but f32 where nothing else is rounded: no weight is
+    quantised, or activations="f32". Over an f32 cache attention is computed in float32; over the others its products
+    are of bfloat16 on machines that have instructions for them.
+    threads: of the CPU, default the physical cores. Raises ConfigError, CheckpointError, TokenizerError, InputError,
+    GpuError.
     """
-    _check_choice("backend", backend, ("auto", "cpu", "reference"))
+    _check_choice("backend", backend, ("auto", "cpu", "vulkan", "reference"))
+    _check_choice("gpu_runtime", gpu_runtime, ("auto", "vulkan", "kompute"))
     _check_choice("weights", weights, ("stored", "f32", "q40"))
     _check_choice("activations", activations, ("q80", "f32"))
+    if kv_cache is not None:
+        _check_choice("kv_cache", kv_cache, FORMATS)
     if embedding is not None:
         _check_choice("embedding", embedding, ("q80", "q40", "f32"))
         if weights != "q40":
             raise InputError('embedding can be chosen with weights="q40" only')
-    if device != 0:
+    if backend in ("cpu", "reference") and device not in (None, 0):
         raise InputError(f"device {device}: the {backend} backend has the one device 0")
     if nodes:
         raise InputError("nodes: running over several nodes is not implemented yet")
@@ -149,13 +172,32 @@ def load_model(
 
     with open_checkpoint(BUNDLED_MODEL if path is None else path) as checkpoint:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
-        ops = _make_ops(backend, checkpoint.config, activations, threads)
-        try:
-            uploaded, size = _upload(ops, checkpoint, weights, embedding or "q80", progress)
-        except BaseException:
-            ops.close()
-            raise
-        return Model(checkpoint.path, checkpoint.config, checkpoint.generation_defaults, tokenizer, ops, uploaded, size)
+        config, eps = checkpoint.config, checkpoint.config.rms_norm_eps
+        cache_format = kv_cache or _default_kv_cache(checkpoint, weights, embedding or "q80", activations)
+
+        def loaded(name: str, ops: Ops) -> Model:
+            try:
+                uploaded, size = _upload(ops, checkpoint, weights, embedding or "q80", progress)
+            except BaseException:
+                ops.close()
+                raise
+            path, defaults = checkpoint.path, checkpoint.generation_defaults
+            return Model(path, config, defaults, tokenizer, ops, uploaded, size, cache_format, name)
+
+        if backend in ("auto", "vulkan"):
+            try:
+                return loaded("vulkan", _vulkan_ops(backend, eps, activations, device, gpu_runtime))
+            except GpuError as e:
+                if backend == "vulkan":
+                    raise
+                _log.warning("running on the CPU: %s", e)
+        if backend == "reference":
+            from .backends.reference import ReferenceOps
+
+            return loaded("reference", ReferenceOps(eps, activations))
+        from .backends.cpu import CpuOps
+
+        return loaded("cpu", CpuOps(eps, activations, threads))
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -163,21 +205,27 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise InputError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
-def _make_ops(backend: str, config: ModelConfig, activations: str, threads: int | None) -> Ops:
-    if backend == "reference":
-        from .backends.reference import ReferenceOps
+def _vulkan_ops(backend: str, eps: float, activations: str, device: int | None, gpu_runtime: str) -> Ops:
+    """GpuError where there is no device to use; for "auto" a software device is none."""
+    from .backends.vulkan import VulkanOps
+    from .gpu.choice import open_runtime
+    from .gpu.devices import list_devices, pick
 
-        return ReferenceOps(config.rms_norm_eps, activations)
-    from .backends.cpu import CpuOps
+    devices = list_devices()
+    if backend == "vulkan" and device is None and all(d.type == "cpu" for d in devices):
+        device = 0
+        _log.warning("there is no GPU: running Vulkan on the software device %s, which is slow", devices[0].name)
+    chosen = pick(devices, device)
+    if backend == "auto" and chosen.type == "cpu":
+        raise GpuError(f"{chosen.title} is a software device, slower than the CPU backend")
+    return VulkanOps(open_runtime(chosen.index, gpu_runtime), eps, activations)
 
-    return CpuOps(config.rms_norm_eps, activations, threads)
 
-
-def _upload_format(tensor: StoredTensor, role: str, weights: str, embedding: str) -> str:
+def _upload_format(tensor: StoredTensor, weights: str, embedding: str) -> str:
     """The format a tensor is uploaded in, for load_model's `weights` and `embedding`."""
-    if role == "float":
+    if tensor.role == "float":
         return "f32"
-    wanted = embedding if weights == "q40" and role == "embedding" else weights
+    wanted = embedding if weights == "q40" and tensor.role == "embedding" else weights
     if wanted == "stored" or (wanted in QUANTIZED and tensor.shape[-1] % BLOCK):
         return tensor.format
     if wanted == "f32":  # f16 and bf16 are widened tile by tile: the same values
@@ -185,25 +233,35 @@ def _upload_format(tensor: StoredTensor, role: str, weights: str, embedding: str
     return wanted
 
 
+def _default_kv_cache(checkpoint: Checkpoint, weights: str, embedding: str, activations: str) -> str:
+    """f32 where nothing else is rounded, else f16: see load_model."""
+    formats = {_upload_format(tensor, weights, embedding) for tensor in checkpoint.tensors.values()}
+    return "f16" if activations == "q80" and formats & set(QUANTIZED) else "f32"
+
+
 def _upload(
     ops: Ops, checkpoint: Checkpoint, weights: str, embedding: str, progress: Progress | None
 ) -> tuple[ModelWeights, int]:
     config = checkpoint.config
-    specs = expected_tensors(config)
-    total = sum(checkpoint.tensors[name].nbytes for name in specs)
-    done = size = 0
+    # in the order in which they lie in the files, which a disk reads best
+    tensors = sorted(checkpoint.tensors.values(), key=lambda t: (t.file, t.start))
+    formats = {t.name: _upload_format(t, weights, embedding) for t in tensors}
+    total, done, size = sum(t.nbytes for t in tensors), 0, 0
+    needed = sum(tensor_bytes(formats[t.name], t.shape) for t in tensors)
+    # Where the system cannot keep the files beside the weights, it would evict what is still to be read.
+    keep_cached = psutil.virtual_memory().available >= needed + total
     w = ModelWeights(
         None, None, {}, [{} for _ in config.layers], [1.0] * config.num_hidden_layers, [1.0] * config.num_hidden_layers
     )
-    for name, spec in specs.items():
-        tensor = checkpoint.tensors[name]
-        tensor.check_finite()
-        kind, layer, short = _split_name(name)
+    ops.expect((formats[t.name], t.shape) for t in tensors if t.shape)
+    for tensor in tensors:
+        read = partial(_read_rows, tensor, formats[tensor.name], keep_cached)
+        kind, layer, short = _split_name(tensor.name)
         if short == "layer_scalar":
             scalars = w.encoder_layer_scalar if kind == "encoder" else w.decoder_layer_scalar
-            scalars[layer] = float(tensor.float32().reshape(()))
+            scalars[layer] = float(read(0, 1).reshape(()))
         else:
-            weight = _upload_tensor(ops, tensor, _upload_format(tensor, spec.role, weights, embedding))
+            weight = ops.upload(formats[tensor.name], read, tensor.shape)
             size += ops.weight_bytes(weight)
             if kind == "layer":
                 w.layers[layer][short] = weight
@@ -211,7 +269,6 @@ def _upload(
                 w.self_conditioning[short] = weight
             else:
                 setattr(w, short, weight)
-        tensor.release()
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)
@@ -230,22 +287,10 @@ def _split_name(name: str) -> tuple[str, int, str]:
     return "top", -1, parts[2]
 
 
-def _upload_tensor(ops: Ops, tensor: StoredTensor, fmt: str) -> Weight:
+def _read_rows(tensor: StoredTensor, fmt: str, keep_cached: bool, first: int, count: int) -> np.ndarray:
+    """Rows first..first+count of a tensor, converted to `fmt`."""
+    rows = tensor.read_rows(first, count, keep_cached)
     if fmt == tensor.format:
-        return ops.upload(fmt, tensor.raw(), tensor.shape)
-    if tensor.format in QUANTIZED or fmt == "f32":
-        values = tensor.float32()
-        return ops.upload(fmt, values if fmt == "f32" else quantize(fmt, values), tensor.shape)
-    rows, k = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
-    blocks = np.empty((rows, k // BLOCK, BLOCK_BYTES[fmt]), dtype=np.uint8)
-    for start, values in _row_chunks(tensor, rows, k):
-        blocks[start : start + len(values)] = quantize(fmt, values)
-    return ops.upload(fmt, blocks.reshape(*tensor.shape[:-1], k // BLOCK, BLOCK_BYTES[fmt]), tensor.shape)
-
-
-def _row_chunks(tensor: StoredTensor, rows: int, k: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The tensor's values as float32 [some rows, k], a bounded number at a time."""
-    raw = tensor.raw().reshape(rows, k)
-    step = max(_CHUNK_VALUES // k, 1)
-    for start in range(0, rows, step):
-        yield start, dequantize(tensor.format, raw[start : start + step])
+        return rows
+    values = dequantize(tensor.format, rows)
+    return values if fmt == "f32" else quantize(fmt, values)

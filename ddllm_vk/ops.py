@@ -4,7 +4,7 @@ Handles of device arrays are opaque to the model. Rows are float32 [rows, column
 returned. CPU Ops compute at once; an Ops that records may replay later, so the model must not look into a handle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 Array = Any  #: float32 rows on the device
+Cache = Any  #: K or V of one layer on the device
 Weight = Any  #: a weight in the device's own layout
+#: (first, count) -> rows first..first+count of a tensor seen as a matrix [rows, K], contiguous, as their file has them
+ReadRows = Callable[[int, int], np.ndarray]
 
 
 @dataclass
@@ -28,8 +31,15 @@ class HeadStatistics:
 class Ops(Protocol):
     """One backend. Sizes are checked by the backend before a kernel runs."""
 
-    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Weight:
-        """A tensor's file bytes (quants.py) to the device's layout: [N, K], [E, N, K], or a vector (float32)."""
+    def expect(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Formats and shapes of all that will be uploaded, told before the first: to refuse what does not fit."""
+        ...
+
+    def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Weight:
+        """A tensor's file bytes (quants.py) to the device's layout: [N, K], [E, N, K], or a vector (float32).
+
+        `read` may be called from several threads; with some rows at a time a tensor is never held twice.
+        """
         ...
 
     def weight_bytes(self, weight: Weight) -> int: ...
@@ -38,16 +48,22 @@ class Ops(Protocol):
         """Arrays made inside are reused after it; what must live on is made outside."""
         ...
 
-    def new_cache(self, kv_heads: int, capacity: int, head_dim: int) -> Array:
-        """K or V of one layer: float32 [kv_heads, capacity, head_dim], contents undefined."""
+    def new_cache(self, fmt: str, kv_heads: int, capacity: int, head_dim: int) -> Cache:
+        """K or V of one layer: [kv_heads, capacity, head_dim] values in a format of cache.py, contents undefined."""
         ...
 
-    def resize_cache(self, cache: Array, capacity: int, first: int, count: int) -> Array:
+    def cache_bytes(self, cache: Cache) -> int: ...
+
+    def resize_cache(self, cache: Cache, capacity: int, first: int, count: int) -> Cache:
         """A cache of `capacity` whose slots 0..count-1 are slots first..first+count-1 of `cache`; may reuse it."""
         ...
 
-    def store_rows(self, x: Array, cache: Array, slot: int) -> None:
-        """x: [M, kv_heads * head_dim] into slots slot..slot+M-1."""
+    def store_rows(self, x: Array, cache: Cache, slot: int) -> None:
+        """x: [M, kv_heads * head_dim] into slots slot..slot+M-1, rounded to the cache's format."""
+        ...
+
+    def cache_to_host(self, cache: Cache) -> np.ndarray:
+        """A copy as float32 [kv_heads, capacity, head_dim]."""
         ...
 
     def embedding_rows(self, table: Weight, ids: np.ndarray, scale: float) -> Array: ...
@@ -74,7 +90,7 @@ class Ops(Protocol):
         """x: [M, heads * head_dim]: RMS norm per head, then the rotation; weight None is one, rope None is none."""
         ...
 
-    def attention(self, q: Array, heads: int, k: Array, v: Array, lo: np.ndarray, hi: np.ndarray) -> Array:
+    def attention(self, q: Array, heads: int, k: Cache, v: Cache, lo: np.ndarray, hi: np.ndarray) -> Array:
         """Row t of q sees cache slots lo[t] <= s < hi[t]: int32 [M] each."""
         ...
 
@@ -108,8 +124,9 @@ class Ops(Protocol):
         (-1: none) the forbidden ids have probability zero."""
         ...
 
-    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> Array:
-        """scale * softmax(z) @ table of the first `rows` rows of that pass, in an array that outlives the scope."""
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float, out: Array | None = None) -> Array:
+        """scale * softmax(z) @ table of the first `rows` rows of that pass, in an array that outlives the scope; `out`:
+        what an earlier call returned and nobody reads any more, to be used again."""
         ...
 
     def soft_embedding_of_logits(self, z: np.ndarray, table: Weight, scale: float) -> Array:

@@ -1,27 +1,33 @@
 """Session: one KV cache over a model's weights, and the passes a caller can run on it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from .cache import KVCache
+from .cache import ENCODER_CHUNK, KVCache
 from .config import ModelConfig
 from .errors import InputError
 from .model import ModelWeights, canvas_pass, encoder_pass
 from .ops import Array, HeadStatistics, Ops
 
-ENCODER_CHUNK = 256  #: rows of a prompt that one encoder pass takes
+#: (tokens done, tokens in all) of one call of encode, after each pass; returning False ends it there
+OnEncode = Callable[[int, int], Any]
 
 
 class Session:
-    """Holds the context of one conversation. Passes of sessions of one model take turns (`lock`)."""
+    """Holds the context of one conversation. Passes of sessions of one model take turns (`lock`).
 
-    def __init__(self, ops: Ops, weights: ModelWeights, config: ModelConfig, lock: threading.RLock):
+    kv_cache: what keys and values are stored as, one of cache.FORMATS.
+    """
+
+    def __init__(self, ops: Ops, weights: ModelWeights, config: ModelConfig, kv_cache: str, lock: threading.RLock):
         self.ops, self.weights, self.config, self.lock = ops, weights, config, lock
         with lock:
-            self.cache = KVCache(ops, config, max(ENCODER_CHUNK, config.canvas_length))
+            self.cache = KVCache(ops, config, kv_cache)
         self._soft: Array | None = None
+        self._soft_memory: Array | None = None  #: what _soft was last, to be used again
 
     @property
     def length(self) -> int:
@@ -33,17 +39,33 @@ class Session:
         self.cache.reset()
         self._soft = None
 
-    def encode(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Causal pass over ids: 1-D ints below vocab_size; extends the cache. Raises InputError for anything else."""
+    def encode(self, ids: Sequence[int] | np.ndarray, on_encode: OnEncode | None = None) -> bool:
+        """Causal passes over ids, 1-D ints below vocab_size, which extend the cache. Raises InputError for anything
+        else. Returns False if `on_encode` ended it; the cache then holds the tokens done so far."""
         ids = _token_ids(ids, self.config, "ids")
         context = self.config.max_position_embeddings
         if self.length + len(ids) > context:
             raise InputError(
                 f"{len(ids)} tokens after {self.length} exceed the model's context of {context}: shorten the prompt"
             )
+        with self.lock:
+            self.cache.grow(self.length + len(ids))
         for start in range(0, len(ids), ENCODER_CHUNK):
+            chunk = ids[start : start + ENCODER_CHUNK]
             with self.lock:
-                encoder_pass(self.ops, self.weights, self.config, self.cache, ids[start : start + ENCODER_CHUNK])
+                encoder_pass(self.ops, self.weights, self.config, self.cache, chunk)
+            if on_encode is not None and on_encode(start + len(chunk), len(ids)) is False:
+                return False
+        return True
+
+    def fill_with_random_context(self, length: int, seed: int = 0) -> None:
+        """Replaces the context by `length` positions of random keys and values: to time passes after a long prompt
+        without encoding one. What the passes compute then means nothing."""
+        if not 0 <= length <= self.config.max_position_embeddings:
+            raise InputError(f"length must be 0 to {self.config.max_position_embeddings} tokens, not {length}")
+        with self.lock:
+            self.cache.fill(length, seed)
+        self._soft = None
 
     def canvas_logits(
         self, canvas: Sequence[int] | np.ndarray, self_conditioning: np.ndarray | None = None
@@ -96,7 +118,8 @@ class Session:
                 rows if guarded else -1,
                 forbidden_at_row_0,
             )
-            self._soft = self.ops.soft_embedding(stats, rows, self.config.hidden_size**0.5)
+            scale = self.config.hidden_size**0.5
+            self._soft = self._soft_memory = self.ops.soft_embedding(stats, rows, scale, self._soft_memory)
         if guarded:
             for values in (stats.argmax, stats.sampled, stats.entropy):
                 values[0] = values[rows]

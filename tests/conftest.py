@@ -7,6 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_fixtures import (  # noqa: F401  the fixtures of tests on a GPU
+    gpu_device,
+    no_messages,
+    open_runtimes,
+    run_shader,
+    runtime,
+    staged_runtime,
+    validation,
+)
 
 ORACLE = Path(__file__).parent / "oracle"
 TEXT_CASES = ("case_1_base", "case_2_long_prompt", "case_3_multi_canvas", "case_6_canvas256")

@@ -1,6 +1,7 @@
 """A model whose passes cost nothing: tests of the command line without weights. Run as a script it is the command line.
 
-The reply, the steps it takes and their pace come from the environment: FAKE_REPLY, FAKE_STEPS, FAKE_STEP_SECONDS.
+The reply, the steps it takes and the pace come from the environment: FAKE_REPLY, FAKE_STEPS, FAKE_STEP_SECONDS,
+FAKE_CHUNK_SECONDS. With FAKE_ANNOUNCE each step is told on stderr.
 """
 
 import os
@@ -26,17 +27,30 @@ class FakeSession:
     def __init__(self, config: Any, reply: list[int], steps: int, step_seconds: float):
         self.config, self.reply, self.steps, self.step_seconds = config, reply, steps, step_seconds
         self.canvas, self.step, self.length = -1, 0, 0
+        self.cache = SimpleNamespace(nbytes=1000)
 
     def reset(self) -> None:
         self.canvas, self.length = -1, 0
 
-    def encode(self, ids: np.ndarray) -> None:
+    def encode(self, ids: np.ndarray, on_encode: Any = None) -> bool:
+        """As long as FAKE_CHUNK_SECONDS for every 16 tokens."""
+        for start in range(0, len(ids), 16):
+            time.sleep(float(os.environ.get("FAKE_CHUNK_SECONDS", "0")))
+            done = min(start + 16, len(ids))
+            if on_encode is not None and on_encode(done, len(ids)) is False:
+                return False
         self.length += len(ids)
+        return True
+
+    def fill_with_random_context(self, length: int) -> None:
+        self.canvas, self.length = -1, length
 
     def begin_canvas(self) -> None:
         self.canvas, self.step = self.canvas + 1, 0
 
     def canvas_step(self, canvas: np.ndarray, temperature: float, uniforms: np.ndarray, forbidden: Any = ()) -> Any:
+        if "FAKE_ANNOUNCE" in os.environ:
+            os.write(2, b"a step begins\n")
         time.sleep(self.step_seconds)
         rows = self.config.canvas_length
         self.step += 1
@@ -52,7 +66,7 @@ class FakeModel(Model):
     def __init__(self, path: Path, reply: str, steps: int, step_seconds: float):
         config = load_config(path)
         defaults = GenerationDefaults(max_new_tokens=64, eos_token_ids=(1, 6))
-        super().__init__(path, config, defaults, Tokenizer.from_folder(path), None, None, 1000)
+        super().__init__(path, config, defaults, Tokenizer.from_folder(path), None, None, 1000, "f16")
         self.reply = self.tokenizer.encode(reply, add_special_tokens=False)
         self.steps, self.step_seconds = steps, step_seconds
 

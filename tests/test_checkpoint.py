@@ -413,6 +413,9 @@ def test_values_that_are_not_finite(folder: Path, dtype: str, value: float) -> N
     with open_checkpoint(folder) as c, pytest.raises(CheckpointError) as e:
         c.check_finite()
     assert f"{folder / WEIGHTS}: tensor {Q_PROJ} has values that are NaN or infinite" in str(e.value)
+    with open_checkpoint(folder) as c, pytest.raises(CheckpointError) as e:
+        c.tensors[Q_PROJ].read_rows(90, 20)
+    assert f"{folder / WEIGHTS}: tensor {Q_PROJ} has values that are NaN or infinite" in str(e.value)
 
 
 @pytest.mark.parametrize(("fmt", "size"), [("q40", 18), ("q80", 34)])
@@ -434,6 +437,9 @@ def test_block_scales_that_are_not_finite(tmp_path: Path, folder: Path, fmt: str
                 continue
             with pytest.raises(CheckpointError, match="has scales that are NaN or infinite"):
                 tensor.check_finite()
+            tensor.read_rows(0, 77)
+            with pytest.raises(CheckpointError, match=f"tensor {Q_PROJ} has scales that are NaN or infinite"):
+                tensor.read_rows(77, 1)
 
 
 # Shards

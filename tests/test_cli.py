@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import ddllm_vk
-from ddllm_vk.cli import COMMANDS, cli, run
+from ddllm_vk.cli import COMMANDS, cli, live, run
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_model.py")]
 
@@ -220,11 +220,13 @@ def test_options_reach_the_generation(call, monkeypatch):
         "--no-guard",
     ]
     place = ["--model", "some/model", "--threads", "2", "--weights", "q40", "--activations", "f32"]
+    place += ["--kv-cache", "q80"]
     shown = json.loads(call("generate", "a", "--json", "--max-new-tokens", "3", *options, *place).out)
     settings = shown["settings"]
     assert (settings["t_max"], settings["t_min"], settings["entropy_bound"], settings["seed"]) == (0.7, 0.3, 0.2, 9)
     assert (settings["max_denoising_steps"], settings["max_new_tokens"]) == (5, 3)
     assert settings["guard_empty_reply"] is False
+    assert seen["kv_cache"] == "q80"
     assert (seen["path"], seen["threads"], seen["weights"], seen["activations"]) == (
         Path("some/model"),
         2,
@@ -358,11 +360,11 @@ def test_an_interrupt_before_anything_is_finished():
 
 
 def test_the_second_interrupt_aborts():
-    environment = {**os.environ, "FAKE_STEP_SECONDS": "30"}
+    environment = {**os.environ, "FAKE_STEP_SECONDS": "30", "FAKE_ANNOUNCE": ""}
     master, slave = pty.openpty()
     started = subprocess.Popen([*FAKE, "generate", "a", "-q"], env=environment, stdout=subprocess.DEVNULL, stderr=slave)
     os.close(slave)
-    time.sleep(1.5)
+    wait_for(master, "a step begins")
     started.send_signal(signal.SIGINT)
     wait_for(master, "stopping after this step; Ctrl-C again aborts")
     started.send_signal(signal.SIGINT)
@@ -371,15 +373,31 @@ def test_the_second_interrupt_aborts():
     os.close(master)
 
 
+def test_an_interrupt_while_the_prompt_is_read():
+    """Seen after the pass that is running, not when the prompt is through."""
+    environment = {**os.environ, "FAKE_CHUNK_SECONDS": "0.3", "TERM": "xterm-256color", "COLUMNS": "80"}
+    master, slave = pty.openpty()
+    command = [*FAKE, "generate", "a" * 2000]  # 37 s
+    started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=slave)
+    os.close(slave)
+    wait_for(master, "reading the prompt")
+    started.send_signal(signal.SIGINT)
+    seen = wait_for(master, "interrupted before a canvas was finished", seconds=15)
+    assert started.wait(timeout=10) == 130
+    assert "Traceback" not in seen
+    os.close(master)
+
+
 # --- a terminal ---
 
 
-def on_terminal(columns: int, rows: int, **environment: str) -> tuple[int, str]:
-    """Exit code and everything written to a terminal of that size."""
+def on_terminal(columns: int, rows: int, *args: str, **environment: str) -> tuple[int, str]:
+    """Exit code of `generate` and everything written to a terminal of that size."""
     master, slave = pty.openpty()
     variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "CI")}
     variables |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(rows), **environment}
-    started = subprocess.Popen([*FAKE, "generate", "a"], env=variables, stdin=slave, stdout=slave, stderr=slave)
+    command = [*FAKE, "generate", *(args or ["a"])]
+    started = subprocess.Popen(command, env=variables, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     seen = b""
     while True:
@@ -409,6 +427,40 @@ def test_a_terminal_shows_the_canvas_and_keeps_the_text():
     lines = ESCAPE.sub("", after).replace("\r", "").split("\n")
     assert lines[0] == "the sky is blue"
     assert lines[1].startswith("prompt 14 tokens")
+
+
+LONG = "a" * 200  # a prompt of 13 chunks of the fake model's
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"]])
+def test_a_long_prompt_shows_how_far_it_is(mode):
+    code, seen = on_terminal(80, 24, LONG, *mode, FAKE_CHUNK_SECONDS="0.2")
+    assert code == 0
+    counts = re.findall(r"([0-9]+)(?: of |/)([0-9]+)", ESCAPE.sub("", seen))
+    total = int(re.findall(r"prompt ([0-9]+) tokens", seen)[0])
+    done = [int(a) for a, b in counts if int(b) == total]
+    assert len(set(done)) >= 3
+    assert done == sorted(done)
+    assert seen.count("reading the prompt") >= 3
+
+
+@pytest.mark.parametrize(("delay", "shown"), [(0.0, True), (1e9, False)])
+def test_a_bar_is_for_what_takes_its_time(monkeypatch, capsys, delay, shown):
+    monkeypatch.setattr(live, "BAR_DELAY", delay)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with live.encoding_bar(enabled=True) as bar:
+        bar.update(256, 600)
+        bar.update(600, 600)
+    assert ("256/600" in capsys.readouterr().err) == shown
+
+
+def test_no_bar_without_a_terminal_or_when_quiet():
+    done = process("generate", LONG, "--json", FAKE_CHUNK_SECONDS="0.1")
+    assert b"reading" not in done.stderr
+    code, seen = on_terminal(80, 24, LONG, "--json", "--quiet", FAKE_CHUNK_SECONDS="0.1")
+    assert code == 0
+    assert "reading" not in seen
 
 
 def test_an_interrupt_in_the_live_view_leaves_the_finished_text():
@@ -476,9 +528,22 @@ def test_bench_prints_a_table_and_json(call, tmp_path):
             assert 0 < row[name]["min"] <= row[name]["median"]
     assert figures["peak_memory_bytes"] > 1e6
     assert list(tmp_path.iterdir()) == [target]
+    assert [c["encoded_tokens"] for c in figures["contexts"]] == [8, 16]
+    assert figures["synthetic_context"] is False
     piped = call("bench", "--json", "-")
     assert json.loads(piped.out)["canvas_length"] == 32
+    assert "peaks" not in json.loads(piped.out)
     assert "canvas passes" in piped.err
+
+
+def test_bench_at_a_context_that_is_not_encoded(call):
+    """The encoder's time is that of the next tokens after it: one pass, or as many as the model's context still has."""
+    outcome = call("bench", "--context", "8,4000", "--synthetic-context", "--repeat", "1", "--json", "-")
+    assert outcome.code == 0, outcome.err
+    figures = json.loads(outcome.out)
+    assert figures["synthetic_context"] is True
+    assert [(c["context"], c["encoded_tokens"]) for c in figures["contexts"]] == [(8, 256), (4000, 96)]
+    assert "random cache" in outcome.err
 
 
 @pytest.mark.parametrize(

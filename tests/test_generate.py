@@ -192,6 +192,33 @@ def test_returning_false_cancels(model, prompt):
     assert len(seen) == result.canvases[0].steps + 2
 
 
+def test_encoding_is_told_and_can_be_cancelled():
+    model = ddllm_vk.load_model(CHECKPOINT, weights="q40")
+    long = np.random.default_rng(0).integers(7, 500, 600)
+    told, limit = [], 10_000
+
+    def on_encode(done, total):
+        told.append((done, total))
+        return done < limit
+
+    result = model.generate(long, SHORT, on_encode=on_encode)
+    assert told == [(256, 600), (512, 600), (600, 600), (32, 32)]  # the prompt, then the first canvas
+    assert result.finish_reason == "length"
+
+    told, limit, steps = [], 512, []
+    result = model.generate(long, SHORT, on_step=steps.append, on_encode=on_encode)
+    assert told == [(256, 600), (512, 600)]
+    assert (result.finish_reason, len(result.ids), result.canvases, steps) == ("cancelled", 0, [], [])
+    assert result.stats.encode_seconds > 0
+
+    told, limit = [], 10_000
+    session = model.session()
+    assert session.encode(long, on_encode)
+    limit = 256
+    assert not session.encode(long, on_encode)
+    assert session.length == 600 + 256
+
+
 def test_canvases_are_told_as_they_finish(model, prompt):
     told = []
     result = model.generate(prompt, SHORT, on_canvas=told.append)
@@ -326,6 +353,7 @@ def test_t_min_above_the_checkpoints_t_max(model, prompt):
         ({"threads": 0}, "threads must be at least 1"),
         ({"device": 1}, "device 1"),
         ({"activations": "f16"}, "activations must be one of"),
+        ({"kv_cache": "bf16"}, "kv_cache must be one of"),
     ],
 )
 def test_load_options_that_cannot_be_used(options, message):
@@ -348,10 +376,100 @@ def test_cpu_kernels_agree_with_the_numpy_reference(options, prompt):
 def test_q80_activations_differ_from_the_numpy_reference_by_rounding_only(prompt):
     """A value on a rounding boundary may fall either way, so the two differ, but by less than Q80 itself costs."""
     quantized, cpu, exact = (
-        logits_of(prompt, backend=backend, weights="q40", activations=activations)
+        logits_of(prompt, backend=backend, weights="q40", activations=activations, kv_cache="f32")
         for backend, activations in (("reference", "q80"), ("cpu", "q80"), ("cpu", "f32"))
     )
     assert np.linalg.norm(cpu - quantized) < np.linalg.norm(cpu - exact)
+
+
+@pytest.mark.parametrize(
+    ("options", "fmt"),
+    [
+        ({}, "f32"),  # the folder's weights are float16 or wider
+        ({"weights": "f32"}, "f32"),
+        ({"weights": "q40"}, "f16"),
+        ({"weights": "q40", "activations": "f32"}, "f32"),
+        ({"weights": "f32", "kv_cache": "q80"}, "q80"),
+        ({"weights": "q40", "kv_cache": "f32"}, "f32"),
+    ],
+)
+def test_the_cache_is_rounded_where_other_things_are(options, fmt):
+    model = ddllm_vk.load_model(CHECKPOINT, **options)
+    cache = model.session().cache
+    assert model.kv_cache == cache.format == fmt
+    assert {array.format for layer in cache.layers for array in (layer.k, layer.v)} == {fmt}
+
+
+@pytest.mark.parametrize("fmt", ["f16", "q80"])
+def test_rounding_the_cache_costs_less_than_q80_activations(fmt):
+    """Of the bundled model's logits, in the mean of several prompts."""
+    measured, allowed = [], []
+    for prompt in ("What is 47 + 38?", "Sort the letters: PLANET", "What is the capital of France?"):
+        logits = []
+        for options in ({}, {"activations": "q80"}, {"kv_cache": fmt}):
+            model = ddllm_vk.load_model(**{"activations": "f32", "kv_cache": "f32", **options})
+            session = model.session()
+            session.encode(model.prompt_ids(prompt))
+            canvas = np.random.default_rng(2).integers(0, model.config.vocab_size, model.config.canvas_length)
+            logits.append(session.canvas_logits(canvas).astype(np.float64))
+        exact, activations, cache = logits
+        measured.append(np.linalg.norm(cache - exact) / np.linalg.norm(exact))
+        allowed.append(np.linalg.norm(activations - exact) / np.linalg.norm(exact))
+    assert 0 < np.mean(measured) < np.mean(allowed)
+
+
+@pytest.mark.parametrize("fmt", ["f16", "q80"])
+def test_the_cpus_cache_is_the_references(fmt):
+    """Both round what they store alike, so what the first layer holds is the same but for a rare tie."""
+    ids = np.arange(20, 320)
+    rows = []
+    for backend in ("reference", "cpu"):
+        session = ddllm_vk.load_model(CHECKPOINT, backend=backend, weights="f32", kv_cache=fmt).session()
+        session.encode(ids)
+        layer = session.cache.layers[0]
+        rows.append(session.ops.cache_to_host(layer.k)[:, : session.length - layer.base])
+    same = np.isclose(*rows, rtol=1e-3 if fmt == "f16" else 0, atol=0 if fmt == "f16" else 1e-4)
+    assert same.mean() > 0.98
+    assert np.abs(rows[0] - rows[1]).max() < 0.02 * np.abs(rows[0]).max()
+
+
+def test_a_context_of_random_numbers():
+    """It has the size of an encoded one: passes after it run, and encoding goes on from it."""
+    model = ddllm_vk.load_model(CHECKPOINT, weights="q40")
+    session, canvas = model.session(), np.zeros(32, np.int32)
+    session.fill_with_random_context(700)
+    assert session.length == 700
+    logits = session.canvas_logits(canvas)
+    assert np.isfinite(logits).all()
+    session.fill_with_random_context(700, seed=1)
+    assert not np.array_equal(session.canvas_logits(canvas), logits)
+    session.fill_with_random_context(700)
+    assert np.array_equal(session.canvas_logits(canvas), logits)
+    session.encode([5, 6])
+    assert session.length == 702
+    encoded = model.session()
+    encoded.encode(np.full(702, 5))
+    assert encoded.cache.nbytes == session.cache.nbytes
+    with pytest.raises(InputError, match="length must be 0 to"):
+        session.fill_with_random_context(10**9)
+
+
+def test_a_sessions_buffers_are_allocated_once():
+    model = ddllm_vk.load_model(CHECKPOINT, weights="q40")
+    session, canvas, uniforms = model.session(), np.zeros(32, np.int32), np.full(32, 0.5)
+    session.encode(np.full(800, 9))
+    session.canvas_step(canvas, 0.8, uniforms)
+
+    def buffers():
+        arrays = [array.data for layer in session.cache.layers for array in (layer.k, layer.v)]
+        return [a.ctypes.data for a in (*arrays, session.ops.pool.scratch("attention", np.uint8, 1))]
+
+    before = buffers()
+    session.canvas_step(canvas, 0.8, uniforms)
+    session.reset()
+    session.encode(np.full(800, 9))
+    session.canvas_step(canvas, 0.8, uniforms)
+    assert buffers() == before
 
 
 def test_memory_does_not_grow_with_requests(model, prompt):

@@ -1,5 +1,6 @@
 """What `inspect` says, against figures reckoned by hand."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 from checkpoint_files import oracle_folder
 from click.testing import CliRunner
 
+from ddllm_vk.backends.cpu import CpuOps
+from ddllm_vk.cache import KVCache
 from ddllm_vk.checkpoint.convert import convert
 from ddllm_vk.checkpoint.inspect import describe, memory
 from ddllm_vk.checkpoint.presets import PRESETS
@@ -44,26 +47,57 @@ def test_converted_formats(tmp_path: Path) -> None:
     assert d["memory"]["weights_q40"] == text
 
 
-def test_cache_of_the_real_model() -> None:
-    """25 sliding layers keep 1024 positions of 8 x 256 values, 5 full ones all of 2 x 512; float32, keys and values."""
+@pytest.mark.parametrize(("fmt", "bits"), [("f16", 16), ("q80", 8.5), ("f32", 32)])
+def test_cache_of_the_real_model(fmt: str, bits: float) -> None:
+    """25 sliding layers keep 1023 positions and a pass of 256, as a multiple of 128, of 8 x 256 values; 5 full ones all
+    positions of 2 x 512. Keys and values."""
     c = parse_config(PRESETS["26b-a4b"], Path("config.json"))
-    m = memory(c, 4096)
-    assert m["kv_sliding"] == 25 * 1024 * 8 * 256 * 4 * 2
-    assert m["kv_full"] == 5 * 4096 * 2 * 512 * 4 * 2
-    assert m["kv_per_1k_tokens"] == 5 * 1024 * 2 * 512 * 4 * 2
-    assert memory(c, 100)["kv_sliding"] == 25 * 100 * 8 * 256 * 4 * 2
+    m = memory(c, [300, 4096])
+    assert m["context"] == 4096
+    assert m["kv_sliding"][fmt] == 25 * 1280 * 8 * 256 * 2 * bits / 8
+    assert m["kv_full"][fmt] == 5 * 4096 * 2 * 512 * 2 * bits / 8
+    assert m["kv_per_1k_tokens"][fmt] == 5 * 1024 * 2 * 512 * 2 * bits / 8
+    assert m["kv_cache"][1][fmt] == m["kv_sliding"][fmt] + m["kv_full"][fmt]
+    assert m["kv_cache"][0][fmt] == m["kv_sliding"][fmt] + 5 * 512 * 2 * 512 * 2 * bits / 8
+
+
+def test_totals_are_with_the_cache_of_the_weights() -> None:
+    m = memory(parse_config(PRESETS["26b-a4b"], Path("config.json")), [4096])
     assert m["weights_q40"] == pytest.approx(14.6e9, rel=0.01)
-    assert m["total_q40"] == m["weights_q40"] + m["kv_sliding"] + m["kv_full"] + m["working"]
+    assert m["total_q40"] == m["weights_q40"] + m["kv_cache"][0]["f16"] + m["working"]
+    assert m["total_f32"] == m["weights_f32"] + m["kv_cache"][0]["f32"] + m["working"]
+
+
+@pytest.mark.parametrize("fmt", ["f16", "q80", "f32"])
+@pytest.mark.parametrize("prompt", [1, 300, 1000, 2017])
+def test_the_cache_is_allocated_as_predicted(fmt: str, prompt: int) -> None:
+    """Also when a session got there in several turns, and with heads that are no multiple of 32 wide."""
+    source = copy.deepcopy(PRESETS["tiny"])
+    source["text_config"].update(head_dim=40, global_head_dim=80)
+    c = parse_config(source, Path("config.json"))
+    ops = CpuOps(1e-6, threads=1)
+    in_one, in_turns = KVCache(ops, c, fmt), KVCache(ops, c, fmt)
+    in_one.fill(prompt)
+    in_one.reserve(c.canvas_length)
+    while in_turns.length < prompt:
+        rows = min(100, prompt - in_turns.length)
+        in_turns.reserve(rows)
+        in_turns.length += rows
+    in_turns.reserve(c.canvas_length)
+    predicted = memory(c, [prompt + c.canvas_length])["kv_cache"][0][fmt]
+    for cache in (in_one, in_turns):
+        arrays = [array for layer in cache.layers for array in (layer.k, layer.v)]
+        assert predicted == cache.nbytes == sum(array.data.nbytes for array in arrays)
 
 
 @pytest.mark.parametrize("context", [0, -5, 4097])
 def test_context_beyond_the_model(context: int) -> None:
     with pytest.raises(InputError, match=r"context must be 1 to 4096 tokens"):
-        describe(SOURCE, context)
+        describe(SOURCE, [context])
 
 
 def test_plain_text_in_a_pipe() -> None:
-    result = CliRunner().invoke(command, [str(SOURCE), "--tensors", "--context", "2048"])
+    result = CliRunner().invoke(command, [str(SOURCE), "--tensors", "--context", "512,2048"])
     assert result.exit_code == 0
     assert result.output.isascii()
     lines = [line.split() for line in result.output.splitlines()]
@@ -78,6 +112,10 @@ def test_plain_text_in_a_pipe() -> None:
         "kB",
     ] in [line for line in lines if line]
     assert "Memory to run, 2048 tokens" in result.output
+    # one full layer with one head of 64, five sliding ones with two of 32 that hold their window of 16 and a pass
+    f16 = [2 * 2 * (n * 64 + 5 * 384 * 2 * 32) / 1000 for n in (512, 2048)]
+    assert ["512", f"{f16[0]:.3g}", "kB"] in [line[:3] for line in lines]
+    assert ["2048", f"{f16[1] / 1000:.3g}", "MB"] in [line[:3] for line in lines]
     assert not any(line.endswith(" ") for line in result.output.splitlines())
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ddllm_vk import quants
+from ddllm_vk.cpu import weights
 from ddllm_vk.cpu.kernels import (
     DenseWeight,
     PackedQ40,
@@ -16,6 +17,8 @@ from ddllm_vk.cpu.kernels import (
     quantize_rows,
     unpack,
 )
+from ddllm_vk.cpu.memory import address_of, mapped_empty
+from ddllm_vk.cpu.weights import pack_from
 from ddllm_vk.errors import InputError
 
 FORMATS = ("q40", "q80", "f32", "f16", "bf16")
@@ -83,6 +86,43 @@ def test_pack_reads_a_read_only_file_and_fills_a_given_weight(tmp_path, pool):
     again = pack("q40", mapped, values.shape, pool, out=first)
     assert again is first
     assert np.array_equal(unpack(first), quants.dequantize("q40", raw))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(200, 64), (5, 37, 96)])
+def test_pack_from_reads_every_row_once_in_chunks(fmt, shape, pool, monkeypatch):
+    raw = quants.quantize(fmt, random(12, *shape))
+    rows = raw.reshape(int(np.prod(shape[:-1])), -1)
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 3 * 16 * rows[0].nbytes)  # three tiles
+    asked = []
+
+    def read(first, count):
+        asked.append(range(first, first + count))
+        return rows[first : first + count].copy()
+
+    weight = pack_from(fmt, read, shape, pool)
+    assert np.array_equal(unpack(weight), quants.dequantize(fmt, raw))
+    assert len(asked) == -(-weight.experts * weight.tiles // 3)
+    assert sorted(row for chunk in asked for row in chunk) == list(range(len(rows)))
+
+
+def test_pack_from_passes_on_what_goes_wrong(pool):
+    def broken(first, count):
+        raise OSError("disk on fire")
+
+    with pytest.raises(OSError, match="disk on fire"):
+        pack_from("q40", broken, (64, 64), pool)
+    with pytest.raises(InputError, match="rows were read as"):
+        pack_from("q40", lambda first, count: np.zeros((count, 17), np.uint8), (64, 64), pool)
+
+
+@pytest.mark.parametrize("size", [1000, (4 << 20) + 1000])
+def test_memory_of_weights_is_aligned_and_writable(size):
+    memory = mapped_empty(size)
+    assert (memory.dtype, memory.shape) == (np.uint8, (size,))
+    assert address_of(memory) % 64 == 0
+    memory[:] = 7
+    assert memory[-1] == 7
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """The thread pool: every job once, whatever the number of threads, callers, forks and errors."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -139,3 +142,43 @@ def test_scratch_is_aligned_and_kept():
     assert first.__array_interface__["data"][0] % 64 == 0
     assert np.shares_memory(first, pool.scratch("a", np.int8, 10))
     assert not np.shares_memory(first, pool.scratch("b", np.float32, 10))
+
+
+ALONE = """
+import sys, threading
+from pathlib import Path
+import numpy as np
+import ddllm_vk
+
+def others():
+    ours = {str(thread.native_id) for thread in threading.enumerate()}
+    return {t.name: sum(map(int, (t / "stat").read_text().rpartition(")")[2].split()[11:13]))  # utime, stime
+            for t in Path("/proc/self/task").iterdir() if t.name not in ours}
+
+def use(model):
+    session = model.session()
+    session.encode([1, 2, 3])
+    canvas = np.zeros(model.config.canvas_length, np.int32)
+    session.canvas_logits(canvas, self_conditioning=session.canvas_logits(canvas))
+    for _ in range(3):
+        session.canvas_step(canvas, 1.0, np.zeros(len(canvas)))
+
+a = np.ones((1000, 1000), np.float32)
+a @ a  # numpy's BLAS has started its threads
+for choice in ("q80", "f32"):
+    model = ddllm_vk.load_model(sys.argv[1], weights="q40", activations=choice, threads=2)
+    use(model)
+    time_before = others()
+    use(model)
+    print({t: time - time_before.get(t, 0) for t, time in others().items() if time != time_before.get(t, 0)})
+from numba.np.ufunc import parallel
+print(parallel._is_initialized)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads' times are read from Linux's /proc")
+def test_no_other_pool_of_threads_works():
+    """numpy's BLAS and numba have pools of their own, which would compete for the cores with the kernels."""
+    folder = Path(__file__).parent / "oracle" / "case_6_canvas256" / "checkpoint"
+    run = subprocess.run([sys.executable, "-c", ALONE, folder], capture_output=True, text=True, check=True, timeout=300)
+    assert run.stdout.split("\n")[:3] == ["{}", "{}", "False"]

@@ -8,15 +8,37 @@ import pytest
 from conftest import TEXT_CASES, OracleCase, RecordedNoise, oracle_case
 
 import ddllm_vk
+import ddllm_vk.loader
 from ddllm_vk.model import encoder_pass
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "vulkan")
 TRACES = [(name, trace) for name in TEXT_CASES for trace in oracle_case(name).meta["traces"]]
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "vulkan":  # under synchronization validation, as the shaders' own tests
+        request.getfixturevalue("gpu_device")
+        request.getfixturevalue("no_messages")
     return request.param
+
+
+_models: dict[tuple, ddllm_vk.loader.Model] = {}
+
+
+def load(case: OracleCase, backend: str, **options) -> ddllm_vk.loader.Model:
+    """Models are kept: a device compiles its pipelines anew for each."""
+    key = (case.name, backend, *sorted(options.items()))
+    if key not in _models:
+        _models[key] = ddllm_vk.load_model(case.checkpoint, backend=backend, **options)
+    return _models[key]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_models():
+    yield
+    while _models:
+        _models.popitem()[1].close()
 
 
 class Recorder:
@@ -49,7 +71,7 @@ class Recorder:
 
 
 def encoded(case: OracleCase, backend: str, **options):
-    model = ddllm_vk.load_model(case.checkpoint, backend=backend, **options)
+    model = load(case, backend, **options)
     session = model.session()
     session.encode(case.vectors["input_ids"])
     return model, session
@@ -85,11 +107,12 @@ def test_cached_keys_and_values(case: OracleCase, backend: str):
         count = session.length - cache.base
         for kind in ("k", "v"):
             expected = v[f"enc_{kind}_{name}_full"][:, cache.base :]
-            assert np.abs(getattr(cache, kind)[:, :count] - expected).max() < 1e-4
+            rows = session.ops.cache_to_host(getattr(cache, kind))
+            assert np.abs(rows[:, :count] - expected).max() < 1e-4
     first = session.cache.layers[0]
     kept = v["enc_k_layer0_cache"]
     count = session.length - first.base
-    assert np.abs(first.k[:, count - kept.shape[1] : count] - kept).max() < 1e-4
+    assert np.abs(session.ops.cache_to_host(first.k)[:, count - kept.shape[1] : count] - kept).max() < 1e-4
 
 
 def test_hidden_states_and_routing(case: OracleCase, backend: str):
@@ -139,7 +162,7 @@ def test_traces_are_exact(name: str, trace: str, backend: str):
         pad_token_id=g["pad_token_id"],
         guard_empty_reply=False,
     )
-    model = ddllm_vk.load_model(case.checkpoint, backend=backend, weights="f32")
+    model = load(case, backend, weights="f32")
     steps: list[ddllm_vk.StepInfo] = []
     result = model.generate(v["input_ids"], config, on_step=steps.append, noise=RecordedNoise(case, trace))
 

@@ -107,6 +107,16 @@ def test_the_installed_package_works_from_the_checkouts_root(python):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_wheel_has_the_compiled_shaders(wheel, python, tmp_path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"ddllm_vk/shaders/{file.name}" for file in (ROOT / "ddllm_vk" / "shaders").iterdir()} <= names
+    done = run(
+        python, "-c", "from ddllm_vk.gpu import shaders as s; print(len([*map(s.load, s.names())]))", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == sum(name.endswith(".spv") for name in names)
+
+
 @needs_bundled_model
 def test_the_wheel_has_the_bundled_model(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())

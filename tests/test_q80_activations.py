@@ -52,7 +52,7 @@ def test_one_product():
 
 def test_logits_of_the_bundled_model(capsys):
     prompts = ["What is 47 + 38?", "Sort the letters: PLANET", "What is the capital of France?"]
-    model = ddllm_vk.load_model()
+    model = ddllm_vk.load_model(kv_cache="f32")
     exact_model = ddllm_vk.load_model(activations="f32")
     noisy_model = ddllm_vk.load_model(backend="reference", activations="f32")
     noisy_model._ops = NoisyOps(model.config.rms_norm_eps, "f32")

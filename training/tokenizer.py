@@ -19,7 +19,16 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ddllm_vk.tasks import (
-    ANIMALS, COLORS, CONSONANTS, FACTS, FIELDS, LINES, NAMES, TASKS, VOWELS, training_example,
+    ANIMALS,
+    COLORS,
+    CONSONANTS,
+    FACTS,
+    FIELDS,
+    LINES,
+    NAMES,
+    TASKS,
+    VOWELS,
+    training_example,
 )  # fmt: skip
 
 VOCABULARY_SIZE = 1408

@@ -1,15 +1,16 @@
 """CpuOps: the Ops on compiled CPU kernels, computing at once in preallocated buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from ..cpu import kernels
+from ..cpu.cache_rows import CacheRows
 from ..cpu.threads import ThreadPool
-from ..cpu.weights import pack
-from ..ops import HeadStatistics
+from ..cpu.weights import pack_from
+from ..ops import HeadStatistics, ReadRows
 from ..quants import QUANTIZED
 from .arena import Arena
 
@@ -27,10 +28,13 @@ class CpuOps:
         self.arena = Arena()
         self._mean: tuple[Any, np.ndarray] | None = None  # the embedding table and its mean row
 
-    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
+    def expect(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        pass
+
+    def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
         if len(shape) == 1:
-            return np.array(raw, dtype=F32).reshape(shape)
-        return pack(fmt, raw, shape, self.pool)
+            return np.array(read(0, 1), dtype=F32).reshape(shape)
+        return pack_from(fmt, read, shape, self.pool)
 
     def weight_bytes(self, weight: Any) -> int:
         return weight.nbytes
@@ -38,19 +42,20 @@ class CpuOps:
     def scope(self) -> AbstractContextManager[None]:
         return self.arena.scope()
 
-    def new_cache(self, kv_heads: int, capacity: int, head_dim: int) -> np.ndarray:
-        return np.empty((kv_heads, capacity, head_dim), dtype=F32)
+    def new_cache(self, fmt: str, kv_heads: int, capacity: int, head_dim: int) -> CacheRows:
+        return kernels.empty_cache(fmt, kv_heads, capacity, head_dim)
 
-    def resize_cache(self, cache: np.ndarray, capacity: int, first: int, count: int) -> np.ndarray:
-        if capacity == cache.shape[1]:
-            cache[:, :count] = cache[:, first : first + count]  # numpy minds the overlap
-            return cache
-        resized = np.empty((cache.shape[0], capacity, cache.shape[2]), dtype=F32)
-        resized[:, :count] = cache[:, first : first + count]
-        return resized
+    def cache_bytes(self, cache: CacheRows) -> int:
+        return cache.nbytes
 
-    def store_rows(self, x: np.ndarray, cache: np.ndarray, slot: int) -> None:
-        kernels.store_rows(self.pool, x.reshape(x.shape[0], cache.shape[0], cache.shape[2]), cache, slot)
+    def resize_cache(self, cache: CacheRows, capacity: int, first: int, count: int) -> CacheRows:
+        return cache.resized(capacity, first, count)
+
+    def store_rows(self, x: np.ndarray, cache: CacheRows, slot: int) -> None:
+        kernels.store_rows(self.pool, x.reshape(x.shape[0], cache.kv_heads, cache.head_dim), cache, slot)
+
+    def cache_to_host(self, cache: CacheRows) -> np.ndarray:
+        return cache.float32()
 
     def embedding_rows(self, table: Any, ids: np.ndarray, scale: float) -> np.ndarray:
         out = self.arena.take((len(ids), table.shape[1]))
@@ -99,7 +104,7 @@ class CpuOps:
         kernels.head_norm_rope(self.pool, x.reshape(shape), weight, self.eps, cos, sin, out.reshape(shape))
         return out
 
-    def attention(self, q: np.ndarray, heads: int, k: np.ndarray, v: np.ndarray, lo, hi) -> np.ndarray:
+    def attention(self, q: np.ndarray, heads: int, k: CacheRows, v: CacheRows, lo, hi) -> np.ndarray:
         out = self.arena.take(q.shape)
         kernels.attention(self.pool, q.reshape(q.shape[0], heads, q.shape[1] // heads), k, v, lo, hi, out)
         return out
@@ -151,7 +156,7 @@ class CpuOps:
         )
         return HeadStatistics(stats.argmax, stats.sampled, stats.entropy, (stats, table))
 
-    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float, out: Any = None) -> np.ndarray:
         stats, table = statistics.soft
         if self._mean is None or self._mean[0] is not table:
             self._mean = (table, kernels.table_mean(self.pool, table))

@@ -1,14 +1,15 @@
 """ReferenceOps: the Ops in plain numpy on dequantised weights. Slow and clear: others are tested against it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..cpu import reference as kernels
-from ..ops import HeadStatistics
-from ..quants import QUANTIZED, dequantize
+from ..ops import HeadStatistics, ReadRows
+from ..quants import BLOCK, QUANTIZED, dequantize, quantize
 
 F32 = np.float32
 
@@ -20,8 +21,11 @@ class ReferenceOps:
         self.eps = eps
         self.quantized = activations == "q80"
 
-    def upload(self, fmt: str, raw: np.ndarray, shape: tuple[int, ...]) -> Any:
-        weight = dequantize(fmt, raw).reshape(shape).astype(F32)
+    def expect(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        pass
+
+    def upload(self, fmt: str, read: ReadRows, shape: tuple[int, ...]) -> Any:
+        weight = dequantize(fmt, read(0, int(np.prod(shape[:-1])))).reshape(shape).astype(F32)
         # only Q40 and Q80 weights are multiplied with Q80 activations
         return _Quantized(weight) if fmt in QUANTIZED else weight
 
@@ -31,17 +35,27 @@ class ReferenceOps:
     def scope(self):
         return nullcontext()
 
-    def new_cache(self, kv_heads: int, capacity: int, head_dim: int) -> np.ndarray:
-        return np.empty((kv_heads, capacity, head_dim), dtype=F32)
+    def new_cache(self, fmt: str, kv_heads: int, capacity: int, head_dim: int) -> "_Cache":
+        return _Cache(fmt, np.empty((kv_heads, capacity, head_dim), dtype=F32))
 
-    def resize_cache(self, cache: np.ndarray, capacity: int, first: int, count: int) -> np.ndarray:
-        resized = np.empty((cache.shape[0], capacity, cache.shape[2]), dtype=F32)
-        resized[:, :count] = cache[:, first : first + count]
+    def cache_bytes(self, cache: "_Cache") -> int:
+        return cache.rows.nbytes
+
+    def resize_cache(self, cache: "_Cache", capacity: int, first: int, count: int) -> "_Cache":
+        kv_heads, _, head_dim = cache.rows.shape
+        resized = self.new_cache(cache.format, kv_heads, capacity, head_dim)
+        resized.rows[:, :count] = cache.rows[:, first : first + count]
         return resized
 
-    def store_rows(self, x: np.ndarray, cache: np.ndarray, slot: int) -> None:
-        rows = x.reshape(x.shape[0], cache.shape[0], cache.shape[2])
-        cache[:, slot : slot + x.shape[0]] = rows.transpose(1, 0, 2)
+    def store_rows(self, x: np.ndarray, cache: "_Cache", slot: int) -> None:
+        kv_heads, _, head_dim = cache.rows.shape
+        rows = x.reshape(x.shape[0], kv_heads, head_dim).transpose(1, 0, 2)
+        whole = np.pad(rows, [(0, 0), (0, 0), (0, -head_dim % BLOCK)])
+        rounded = dequantize(cache.format, quantize(cache.format, whole))
+        cache.rows[:, slot : slot + x.shape[0]] = rounded[..., :head_dim]
+
+    def cache_to_host(self, cache: "_Cache") -> np.ndarray:
+        return cache.rows.copy()
 
     def embedding_rows(self, table: Any, ids: np.ndarray, scale: float) -> np.ndarray:
         return _array(table)[ids] * F32(scale)
@@ -74,7 +88,7 @@ class ReferenceOps:
         return kernels.head_norm_rope(x.reshape(x.shape[0], heads, -1), weight, self.eps, cos, sin).reshape(x.shape)
 
     def attention(self, q, heads: int, k, v, lo, hi) -> np.ndarray:
-        return kernels.attention(q.reshape(q.shape[0], heads, -1), k, v, lo, hi)
+        return kernels.attention(q.reshape(q.shape[0], heads, -1), k.rows, v.rows, lo, hi)
 
     def router(self, h, scale, proj, per_expert_scale, top_k: int) -> tuple[np.ndarray, np.ndarray]:
         return kernels.router(h, scale, proj, per_expert_scale, top_k, self.eps)
@@ -112,7 +126,7 @@ class ReferenceOps:
         sampled = np.minimum(np.array(sampled), last).astype(np.int32)
         return HeadStatistics(z.argmax(axis=-1).astype(np.int32), sampled, entropy, (soft, table))
 
-    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float) -> np.ndarray:
+    def soft_embedding(self, statistics: HeadStatistics, rows: int, scale: float, out: Any = None) -> np.ndarray:
         probabilities, table = statistics.soft
         return ((probabilities[:rows] @ _array(table)) * scale).astype(F32)
 
@@ -128,6 +142,14 @@ class ReferenceOps:
     def _input(self, x: np.ndarray, weight: Any) -> np.ndarray:
         quantized = self.quantized and isinstance(weight, _Quantized)
         return kernels.quantize_dequantize_rows(x) if quantized else x
+
+
+@dataclass
+class _Cache:
+    """Values rounded to `format`, kept as float32 [kv_heads, capacity, head_dim]."""
+
+    format: str
+    rows: np.ndarray
 
 
 class _Quantized:

@@ -1,6 +1,9 @@
-"""Opening a model folder: every tensor found, checked against config.json, and readable through mmap without a copy."""
+"""Opening a model folder: every tensor found, checked against config.json, and readable: as a view of the mapped file,
+or some rows at a time into memory of the caller's."""
 
+import math
 import mmap
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +24,46 @@ _CHUNK = 1 << 22
 _ITEM = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "q40": "u1", "q80": "u1"}
 #: all exponent bits set: infinite or not a number
 _EXPONENT = {"f32": ("<u4", 0x7F800000), "f16": ("<u2", 0x7C00), "bf16": ("<u2", 0x7F80)}
+#: the file cache holds pages of up to this many bytes, which are only dropped whole
+_CACHE_PAGE = 2 << 20
+
+
+class _WeightFile:
+    """An open file: mapped for views, which outlive close(), and read at offsets, by several threads if need be."""
+
+    def __init__(self, path: Path):
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+            self.map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{path}: cannot be mapped into memory ({e})") from None
+        if hasattr(self.map, "madvise"):  # tensors are read from start to end: half as fast again from a cold disk
+            self.map.madvise(mmap.MADV_SEQUENTIAL)
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fills `buffer` from byte `start` on. Raises EOFError where the file has become shorter, or OSError."""
+        while buffer:
+            count = os.preadv(self._file.fileno(), [buffer], start)
+            if count == 0:
+                raise EOFError
+            buffer, start = buffer[count:], start + count
+
+    def uncache(self, start: int, stop: int) -> None:
+        """Asks the system to drop its copy of bytes start..stop, and of up to _CACHE_PAGE bytes before."""
+        if hasattr(os, "posix_fadvise"):
+            start = max(start - _CACHE_PAGE, 0)
+            os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        self._file.close()
+        try:
+            self.map.close()
+        except BufferError:  # a view lives; it holds the mapping, which goes when the view does
+            return
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
 
 
 @dataclass(frozen=True)
@@ -34,25 +77,57 @@ class StoredTensor:
     role: Role | None  # None: vision
     start: int  # byte offsets in the file
     stop: int
-    _map: mmap.mmap = field(repr=False)
+    _opened: _WeightFile = field(repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.stop - self.start
 
+    @property
+    def rows(self) -> int:
+        """Rows of the tensor seen as a matrix [rows, K], K the last axis."""
+        return math.prod(self.shape[:-1])
+
+    def _stored(self, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
+        """dtype and shape in the file of a part of logical `shape`."""
+        if self.format in QUANTIZED:
+            shape = (*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES[self.format])
+        return np.dtype(_ITEM[self.format]), shape
+
     def raw(self) -> np.ndarray:
         """A read-only view of the file's pages, which stay valid after close().
 
         float32 or float16 of the logical shape; bf16: its bits as uint16; q40 and q80: uint8 [..., K/32, 18 or 34].
         """
-        shape = self.shape
-        if self.format in QUANTIZED:
-            shape = (*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES[self.format])
-        dtype = np.dtype(_ITEM[self.format])
+        dtype, shape = self._stored(self.shape)
         if not self.nbytes:
             return np.empty(shape, dtype)
-        return np.frombuffer(self._map, dtype, self.nbytes // dtype.itemsize, self.start).reshape(shape)
+        return np.frombuffer(self._opened.map, dtype, self.nbytes // dtype.itemsize, self.start).reshape(shape)
+
+    def read_rows(self, first: int, count: int, keep_cached: bool = True) -> np.ndarray:
+        """Rows first..first+count, copied from the file: [count, K], or uint8 [count, K/32, 18 or 34]; dtypes as raw().
+
+        keep_cached: False where the system's file cache had better be free for other things: these rows leave it.
+        Several threads may read at once. Raises CheckpointError, naming file and tensor: a NaN or an infinity, a file
+        that was cut since it was opened, or one that cannot be read.
+        """
+        dtype, shape = self._stored((count, *self.shape[-1:]))
+        rows = np.empty(shape, dtype)
+        start = self.start + first * (self.nbytes // self.rows)
+        try:
+            self._opened.read_into(rows.reshape(-1).view(np.uint8).data, start)
+            if not keep_cached:
+                self._opened.uncache(start, start + rows.nbytes)
+        except EOFError:
+            raise CheckpointError(
+                f"{self.file}: was truncated while tensor {self.name} was read; copy it again"
+            ) from None
+        except OSError as e:
+            raise CheckpointError(f"{self.file}: tensor {self.name} cannot be read ({e.strerror})") from None
+        if not all_finite(self.format, rows):
+            raise self._not_finite()
+        return rows
 
     def float32(self) -> np.ndarray:
         """A copy as float32 of the logical shape, dequantised where needed."""
@@ -62,13 +137,13 @@ class StoredTensor:
         """Gives the pages of bytes start..stop of the tensor (default: all) back to the system.
 
         Views stay valid and read the file again when touched. Pages read through mmap count as the process's memory
-        until then: whoever copies weights into buffers of its own calls this after each tensor.
+        until then: whoever goes through weights calls this after each tensor.
         """
         stop = self.nbytes if stop is None else stop
-        if stop <= start or not hasattr(self._map, "madvise"):
+        if stop <= start or not hasattr(self._opened.map, "madvise"):
             return
         first = (self.start + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, first, self.start + stop - first)
+        self._opened.map.madvise(mmap.MADV_DONTNEED, first, self.start + stop - first)
 
     def check_finite(self) -> None:
         """Raises CheckpointError, naming file and tensor, when there is a NaN or an infinity.
@@ -76,11 +151,14 @@ class StoredTensor:
         Of quantised tensors only the scales can be such. Reads the tensor once, in bounded memory.
         """
         if not all_finite(self.format, self.raw()):
-            what = "scales" if self.format in QUANTIZED else "values"
-            raise CheckpointError(
-                f"{self.file}: tensor {self.name} has {what} that are NaN or infinite; the file is damaged or the "
-                "model's training failed: download it again"
-            )
+            raise self._not_finite()
+
+    def _not_finite(self) -> CheckpointError:
+        what = "scales" if self.format in QUANTIZED else "values"
+        return CheckpointError(
+            f"{self.file}: tensor {self.name} has {what} that are NaN or infinite; the file is damaged or the "
+            "model's training failed: download it again"
+        )
 
 
 def all_finite(fmt: str, raw: np.ndarray) -> bool:
@@ -122,11 +200,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Closes the files. Arrays taken from raw() keep theirs open until they are gone."""
-        for mapping in {id(t._map): t._map for t in (*self.tensors.values(), *self.vision.values())}.values():
-            try:
-                mapping.close()
-            except BufferError:  # a view lives; it holds the mapping, which goes when the view does
-                continue
+        for opened in {t._opened for t in (*self.tensors.values(), *self.vision.values())}:
+            opened.close()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -155,12 +230,12 @@ def open_weights(path: Path, config: ModelConfig, defaults: GenerationDefaults) 
     _check_entries(expected, {name: found[stored] for name, stored in text.items()})
     _check_entries({}, {name: found[name] for name in vision})
     files = tuple(sorted({file for file, _ in found.values()}))
-    maps = {file: _map(file) for file in files}
+    opened = {file: _WeightFile(file) for file in files}
 
     def tensor(name: str, stored: str, role: Role | None) -> StoredTensor:
         file, entry = found[stored]
         assert entry.format is not None
-        return StoredTensor(name, entry.format, entry.shape, file, role, entry.start, entry.stop, maps[file])
+        return StoredTensor(name, entry.format, entry.shape, file, role, entry.start, entry.stop, opened[file])
 
     return Checkpoint(
         path=path,
@@ -218,14 +293,3 @@ def _check_entries(expected: dict[str, TensorSpec], stored: dict[str, tuple[Path
             raise CheckpointError(
                 f"{at} is quantised ({entry.format}), which this tensor must not be; convert it again"
             )
-
-
-def _map(file: Path) -> mmap.mmap:
-    try:
-        with open(file, "rb") as f:
-            mapping = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{file}: cannot be mapped into memory ({e})") from None
-    if hasattr(mapping, "madvise"):  # tensors are read from start to end: half as fast again from a cold disk
-        mapping.madvise(mmap.MADV_SEQUENTIAL)
-    return mapping

@@ -20,7 +20,9 @@ COMMANDS = {
     "convert": "Quantise a checkpoint to Q40.",
     "inspect": "Show a model's configuration, tensors and memory need.",
     "synth": "Write a model of random weights, for benchmarks.",
+    "devices": "Show the CPU and every Vulkan device, and what would be used.",
     "bench": "Time loading, encoder and canvas passes of a model.",
+    "warmup": "Compile the CPU kernels before they are needed.",
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -77,7 +79,7 @@ class LazyGroup(click.Group):
             raise DdllmError(f"the command {cmd_name} is not usable in this installation: {e}") from e
         if not any(parameter.name == "debug" for parameter in command.params):
             command.params.append(_debug_option())
-            if any(parameter.name == "backend" for parameter in command.params):
+            if cmd_name == "warmup" or any(parameter.name == "backend" for parameter in command.params):
                 command.params.append(_isa_option())
         return command
 

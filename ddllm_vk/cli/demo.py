@@ -42,8 +42,11 @@ from .options import load, model_options
 def demo(
     model_path: Path | None,
     backend: str,
+    device: int | None,
+    gpu_runtime: str,
     weights: str,
     activations: str,
+    kv_cache: str | None,
     threads: int | None,
     tasks: tuple[str, ...],
     count: int,
@@ -58,8 +61,10 @@ def demo(
     With --count and --json this is the quality benchmark of a model and a backend: exact answers, with the 95%
     confidence interval of the accuracy.
     """
-    choices = {"backend": backend, "weights": weights, "activations": activations}
+    choices = {"backend": backend, "device": device, "gpu_runtime": gpu_runtime}
+    choices |= {"weights": weights, "activations": activations, "kv_cache": kv_cache}
     model = load(model_path, threads, show_progress=not quiet, **choices)
+    choices["kv_cache"] = model.kv_cache
 
     import ddllm_vk
 

@@ -46,8 +46,11 @@ def generate(
     raw: bool,
     model_path: Path | None,
     backend: str,
+    device: int | None,
+    gpu_runtime: str,
     weights: str,
     activations: str,
+    kv_cache: str | None,
     threads: int | None,
     max_new_tokens: int | None,
     steps: int | None,
@@ -69,10 +72,14 @@ def generate(
     if t_min is not None and t_max is not None and t_min > t_max:
         raise click.UsageError(f"--t-min {t_min} is above --t-max {t_max}")
     text = read_prompt(" ".join(words) if words else None, prompt_option)
-    choices = {"backend": backend, "weights": weights, "activations": activations}
+    choices = {"backend": backend, "device": device, "gpu_runtime": gpu_runtime}
+    choices |= {"weights": weights, "activations": activations, "kv_cache": kv_cache}
     model = load(model_path, threads, show_progress=not quiet, **choices)
+    choices["kv_cache"] = model.kv_cache
 
     import ddllm_vk
+
+    from .live import encoding_bar
 
     config = ddllm_vk.GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -93,13 +100,14 @@ def generate(
 
     with stop_on_interrupt() as stop:
         if as_json:
-            result = model.generate(ids, config, on_step=stop.on_step)
+            with encoding_bar(enabled=not quiet) as bar:
+                result = model.generate(ids, config, on_step=stop.on_step, on_encode=stop.watching(bar.update))
             shown = as_json_object(result, settings, {"model": str(model.path), **choices})
             write(json.dumps(shown, ensure_ascii=False) + "\n")
         elif not quiet and live_console() is not None:
             result = generate_live(model, ids, config, settings, stop)
         else:
-            result = generate_plain(model, ids, config, settings, stop)
+            result = generate_plain(model, ids, config, settings, stop, show_progress=not quiet)
     if not quiet:
         click.echo(summary(result), err=True)
     for warning in warnings(result):
@@ -127,7 +135,7 @@ def read_prompt(argument: str | None, option: str | None) -> str:
 
 
 class Stop:
-    """Set by the first Ctrl-C; ends the generation after the step that is running."""
+    """Set by the first Ctrl-C; ends the generation after the pass that is running."""
 
     message = "stopping after this step; Ctrl-C again aborts"
 
@@ -137,6 +145,15 @@ class Stop:
 
     def on_step(self, _step: "StepInfo") -> bool:
         return not self.requested
+
+    def watching(self, on_encode: Callable[[int, int], object]) -> Callable[[int, int], bool]:
+        """That callback, and an end of the encoding when asked to stop."""
+
+        def call(done: int, total: int) -> bool:
+            on_encode(done, total)
+            return not self.requested
+
+        return call
 
 
 def say_on_terminal(message: str) -> None:
@@ -188,13 +205,19 @@ def generate_live(model: Any, ids: list[int], config: Any, settings: "Settings",
             view.on_step(step)
             return stop.on_step(step)
 
-        result = model.generate(ids, config, on_step=on_step, on_canvas=view.on_canvas)
+        result = model.generate(
+            ids, config, on_step=on_step, on_canvas=view.on_canvas, on_encode=stop.watching(view.on_encode)
+        )
     write_text(printable(result.text))
     return result
 
 
-def generate_plain(model: Any, ids: list[int], config: Any, settings: "Settings", stop: Stop) -> "Result":
+def generate_plain(
+    model: Any, ids: list[int], config: Any, settings: "Settings", stop: Stop, show_progress: bool
+) -> "Result":
     """Writes each canvas's text as soon as the canvas is finished."""
+    from .live import encoding_bar
+
     written = ""
     clean = terminal_cleaner()
     on_canvas = canvas_streamer(model.tokenizer, settings)
@@ -205,7 +228,10 @@ def generate_plain(model: Any, ids: list[int], config: Any, settings: "Settings"
         written += delta
         write(clean(delta))
 
-    result = model.generate(ids, config, on_step=stop.on_step, on_canvas=stream)
+    with encoding_bar(show_progress) as bar:
+        result = model.generate(
+            ids, config, on_step=stop.on_step, on_canvas=stream, on_encode=stop.watching(bar.update)
+        )
     rest = result.text.removeprefix(written) if result.text.startswith(written) else ""
     write(clean(rest) + ("" if (written + rest).endswith("\n") or not written + rest else "\n"))
     return result

@@ -7,20 +7,27 @@ from typing import Any
 import click
 from rich.table import Table
 
-from .options import format_bytes
+from ..cache import FORMATS
+from .options import CountList, format_bytes
 from .tables import print_table
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--context", type=int, default=None, help="Tokens to reckon memory for (default 8192, or the model's).")
+@click.option(
+    "--context",
+    "contexts",
+    type=CountList(),
+    default=[],
+    help="Tokens to reckon memory for.  [default: 8192, or the model's limit]",
+)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with every tensor if --tensors).")
-def inspect(path: Path, context: int | None, tensors: bool, as_json: bool) -> None:
+def inspect(path: Path, contexts: list[int], tensors: bool, as_json: bool) -> None:
     """Show the config, tensors, formats and sizes of the model folder PATH, and the memory it needs."""
     from ..checkpoint.inspect import describe
 
-    description = describe(path, context)
+    description = describe(path, contexts)
     if as_json:
         if not tensors:
             del description["tensors"]
@@ -31,7 +38,7 @@ def inspect(path: Path, context: int | None, tensors: bool, as_json: bool) -> No
 
 
 def _tables(d: dict[str, Any], tensors: bool) -> list[Table]:
-    tables = [_config(d), _layers(d), _groups(d), _memory(d)]
+    tables = [_config(d), _layers(d), _groups(d), _memory(d), _kv_cache(d)]
     return [*tables, _every_tensor(d)] if tensors else tables
 
 
@@ -103,12 +110,19 @@ def _memory(d: dict[str, Any]) -> Table:
     rows = {
         "KV cache, sliding layers": "kv_sliding",
         "KV cache, full layers": "kv_full",
-        "program and buffers (about)": "working",
+        "each further 1024 tokens": "kv_per_1k_tokens",
     }
     for label, key in rows.items():
-        table.add_row(label, format_bytes(m[key]), format_bytes(m[key]))
+        table.add_row(label, format_bytes(m[key]["f16"]), format_bytes(m[key]["f32"]))
+    table.add_row("program and buffers (about)", format_bytes(m["working"]), format_bytes(m["working"]))
     table.add_row("total", format_bytes(m["total_q40"]), format_bytes(m["total_f32"]))
-    table.add_row("each further 1024 tokens", format_bytes(m["kv_per_1k_tokens"]), format_bytes(m["kv_per_1k_tokens"]))
+    return table
+
+
+def _kv_cache(d: dict[str, Any]) -> Table:
+    table = _table("KV cache of a session", "tokens", *FORMATS, numbers=1 + len(FORMATS))
+    for row in d["memory"]["kv_cache"]:
+        table.add_row(str(row["context"]), *(format_bytes(row[fmt]) for fmt in FORMATS))
     return table
 
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from ..tokenizer import StreamDecoder, Tokenizer
@@ -18,7 +26,8 @@ if TYPE_CHECKING:
 
 ACCEPTED, UNSETTLED, STATUS = "bold", "dim cyan", "reverse"
 FRAME_SECONDS = 0.05
-LOADING_DELAY = 0.5  # seconds; a model that loads faster shows no bar
+ENCODE_BAR = 20  # characters
+BAR_DELAY = 0.5  # seconds; what is done sooner shows no bar
 
 
 def printable(text: str, replacement: str = "�") -> str:
@@ -85,6 +94,13 @@ class LiveCanvas:
         """Redraws with this line under the text."""
         self._live.update(self._frame(self._body, status), refresh=True)
 
+    def on_encode(self, done: int, total: int) -> None:
+        """Of a prompt of several passes, how far it is."""
+        if done < total:
+            bar = "#" * (done * ENCODE_BAR // total)
+            parts = ["reading the prompt", f"[{bar:<{ENCODE_BAR}}]", f"{done:,} of {total:,} tokens"]
+            self.say(fitting(parts, self._console.width))
+
     def on_canvas(self, canvas: "Canvas") -> None:
         ids = [int(i) for i in canvas.ids]
         self._finished.append(printable(self._decoder.feed(ids)).replace("\t", "  "))
@@ -97,33 +113,51 @@ class LiveCanvas:
         return Group(shown, Text(status, style=STATUS, no_wrap=True, overflow="ellipsis"))
 
 
-class LoadingBar:
-    """Context manager: a progress bar on stderr, only on a terminal and only when loading takes its time."""
+class DelayedBar:
+    """Context manager: a progress bar on stderr, only on a terminal and only when the work takes its time."""
 
-    def __init__(self, enabled: bool = True):
+    def __init__(self, label: str, amount: ProgressColumn, enabled: bool = True):
+        """amount: the column that says how much is done."""
         self._console = Console(stderr=True)
         self._enabled = enabled and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._columns = (TextColumn(label), BarColumn(), amount, TimeRemainingColumn())
         self._begin = time.perf_counter()
         self._progress: Progress | None = None
 
-    def __enter__(self) -> "LoadingBar":
+    def __enter__(self) -> "DelayedBar":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._stop()
 
-    def update(self, done_bytes: int, total_bytes: int) -> None:
-        """load_model's progress callback."""
+    def update(self, done: int, total: int) -> None:
+        """Draws how much is done; the bar goes away when all is."""
         if not self._enabled:
             return
+        if done >= total:
+            self._stop()
+            return
         if self._progress is None:
-            if time.perf_counter() - self._begin < LOADING_DELAY:
+            if time.perf_counter() - self._begin < BAR_DELAY:
                 return
-            columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=self._console, transient=True)
-            self._progress.add_task("loading", total=total_bytes)
+            self._progress = Progress(*self._columns, console=self._console, transient=True)
+            self._progress.add_task("", total=total)
             self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=done_bytes, total=total_bytes)
+        self._progress.update(self._progress.task_ids[0], completed=done, total=total)
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def loading_bar(enabled: bool) -> DelayedBar:
+    """For load_model's progress callback, which counts bytes."""
+    return DelayedBar("loading", DownloadColumn(), enabled)
+
+
+def encoding_bar(enabled: bool) -> DelayedBar:
+    """For the on_encode callback, which counts tokens."""
+    return DelayedBar("reading the prompt, tokens", MofNCompleteColumn(), enabled)
