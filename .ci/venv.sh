@@ -93,6 +93,9 @@ prepare_gpu() {
         fi
     fi
     [ -e "$built" ] && return
+    if [ "$kind" = run ] && ! has_file "/dev/dri/renderD*" && ! has_file "/dev/nvidia0"; then
+        return 0 # no GPU to use it with
+    fi
     if ! can_build_kompute; then
         [ "$kind" = run ] || say "Kompute cannot be built here (needs cmake, g++, Vulkan, fmt and Python headers): left out"
         return 0

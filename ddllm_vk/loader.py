@@ -5,6 +5,7 @@ import resource
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,10 +54,16 @@ class Model:
         self.kv_cache = kv_cache  #: what sessions store keys and values as
         self.backend = backend  #: what runs it: "cpu", "vulkan" or "reference"
         self._ops, self._weights, self._lock = ops, weights, threading.RLock()
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._closed = False
 
     def session(self) -> Session:
-        """A fresh session with a KV cache of its own."""
-        return Session(self._ops, self._weights, self.config, self.kv_cache, self._lock)
+        """A fresh session with a KV cache of its own. Raises InputError if the model was closed."""
+        if self._closed:
+            raise InputError(f"{self.path}: the model was closed; load it again")
+        session = Session(self._ops, self._weights, self.config, self.kv_cache, self._lock)
+        self._sessions.add(session)
+        return session
 
     def prompt_ids(self, prompt: str | Sequence[Any] | np.ndarray) -> np.ndarray:
         """int32 ids of a prompt: ids as they are, a string as one user message, messages through the chat template."""
@@ -113,9 +120,13 @@ class Model:
         return Result(self.tokenizer.decode(out.ids.tolist()), out.ids, out.finish_reason, out.canvases, stats)
 
     def close(self) -> None:
-        """Frees the device's memory; the model cannot be used after it."""
-        self._ops.close()
-        self._weights = ModelWeights(None, None, {}, [])
+        """Frees the device's memory; neither the model nor its sessions can be used after it."""
+        with self._lock:
+            self._closed = True
+            for session in list(self._sessions):
+                session.close()
+            self._ops.close()
+            self._weights = ModelWeights(None, None, {}, [])
 
 
 def peak_memory_bytes() -> int:

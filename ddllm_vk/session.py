@@ -23,11 +23,19 @@ class Session:
     """
 
     def __init__(self, ops: Ops, weights: ModelWeights, config: ModelConfig, kv_cache: str, lock: threading.RLock):
-        self.ops, self.weights, self.config, self.lock = ops, weights, config, lock
+        self.ops, self.config, self.lock = ops, config, lock
         with lock:
-            self.cache = KVCache(ops, config, kv_cache)
+            self._held: tuple[ModelWeights, KVCache] | None = weights, KVCache(ops, config, kv_cache)
         self._soft: Array | None = None
         self._soft_memory: Array | None = None  #: what _soft was last, to be used again
+
+    @property
+    def weights(self) -> ModelWeights:
+        return self._open()[0]
+
+    @property
+    def cache(self) -> KVCache:
+        return self._open()[1]
 
     @property
     def length(self) -> int:
@@ -38,6 +46,16 @@ class Session:
         """Empties the cache; keeps its memory."""
         self.cache.reset()
         self._soft = None
+
+    def close(self) -> None:
+        """Lets go of the model's weights and of the cache; called by Model.close."""
+        with self.lock:
+            self._held = self._soft = self._soft_memory = None
+
+    def _open(self) -> tuple[ModelWeights, KVCache]:
+        if self._held is None:
+            raise InputError("the session's model was closed; load it again")
+        return self._held
 
     def encode(self, ids: Sequence[int] | np.ndarray, on_encode: OnEncode | None = None) -> bool:
         """Causal passes over ids, 1-D ints below vocab_size, which extend the cache. Raises InputError for anything

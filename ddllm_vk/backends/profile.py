@@ -104,7 +104,7 @@ class ProfiledOps:
     def _head_statistics_work(self, x: np.ndarray, table: Any, *_: Any) -> Work:
         return self._product(2 * x.shape[0] * table.rows * table.columns, table)
 
-    def _soft_embedding_work(self, statistics: Any, rows: int, scale: float) -> Work:
+    def _soft_embedding_work(self, statistics: Any, *_: Any) -> Work:
         # The rows' own tokens; then, of undecided rows, the product of the head again and the one with the table.
         stats, table = statistics.soft
         tokens = int(stats.soft_counts.sum())

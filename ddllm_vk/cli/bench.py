@@ -1,6 +1,8 @@
 """`ddllm_vk bench`: how long loading, encoder passes and canvas passes take."""
 
+import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -72,6 +74,8 @@ def bench(
     cache of the same size and random contents, which takes them as long, and the encoder's time is that of the next
     tokens after it.
     """  # fmt: skip
+    if json_path not in (None, "-"):
+        check_writable(json_path)
     started = time.perf_counter()
     choices = {"backend": backend, "device": device, "gpu_runtime": gpu_runtime}
     choices |= {"weights": weights, "activations": activations, "kv_cache": kv_cache}
@@ -216,11 +220,24 @@ def write_json(figures: dict[str, Any], path: str) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
-    target = Path(path)
+    target = Path(path).resolve()
     part = target.with_name(target.name + ".part")
     try:
+        if target.exists() and not target.is_file():  # a pipe or a device is written to, not replaced
+            target.write_text(text, encoding="utf-8")
+            return
         part.write_text(text, encoding="utf-8")
         part.replace(target)
     except OSError as e:
-        part.unlink(missing_ok=True)
-        raise InputError(f"{target}: cannot be written ({e.strerror}); choose another --json file") from None
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written ({e.strerror}); choose another --json file") from None
+
+
+def check_writable(path: str) -> None:
+    """Raises InputError for a --json file that cannot be written, before anything is measured for it."""
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise InputError(f"{path}: cannot be written ({folder} is no folder); choose another --json file")
+    if not os.access(folder, os.W_OK) or len(os.fsencode(Path(path).name)) > 250:
+        raise InputError(f"{path}: cannot be written; choose another --json file")
