@@ -72,6 +72,6 @@ def load(model_path: Path | None, threads: int | None, show_progress: bool, **ch
     from .live import loading_bar
 
     if is_cold() and show_progress:
-        click.echo("first run here: compiling the CPU kernels, which takes a quarter of a minute once", err=True)
+        click.echo("first run here: compiling the CPU kernels, which takes about half a minute once", err=True)
     with loading_bar(show_progress) as bar:
         return ddllm_vk.load_model(model_path, threads=threads, progress=bar.update, **choices)
