@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ddllm_vk.cpu.intrinsics import address, exp32, max_of, next_above, sum_of, take, tanh32
 from ddllm_vk.cpu.isa import TILE
@@ -64,13 +65,15 @@ class HeadState:
     largest float32, argmax int32, total and weighted float64 [rows]: max z, its lowest id, sum of e and of (z - max) e,
     e = exp(z - max). tile_largest float32, tile_total float64 [rows, tiles]: the same for each tile of `tile` tokens,
     with respect to its own maximum. ids int32, values float32 [rows, capacity], kept int32, floor float32 [rows]: the
-    candidates in id order, and the z up to which everything has been dropped.
+    candidates in id order, and the z up to which everything has been dropped. pool: whose scratch memory holds the
+    large ones, until its next HeadState.
     """
 
     rows: int
     vocab: int
     capacity: int = CANDIDATES
     tile: int = TOKENS
+    pool: ThreadPool | None = None
     largest: np.ndarray = field(init=False)
     argmax: np.ndarray = field(init=False)
     total: np.ndarray = field(init=False)
@@ -91,12 +94,20 @@ class HeadState:
         self.argmax = np.zeros(self.rows, np.int32)
         self.total = np.zeros(self.rows)
         self.weighted = np.zeros(self.rows)
-        self.tile_largest = np.full((self.rows, tiles), -np.inf, np.float32)
-        self.tile_total = np.zeros((self.rows, tiles))
-        self.ids = np.empty((self.rows, self.capacity), np.int32)
-        self.values = np.empty((self.rows, self.capacity), np.float32)
+        self.tile_largest = self._memory("tile_largest", np.float32, tiles)
+        self.tile_largest[:] = -np.inf
+        self.tile_total = self._memory("tile_total", np.float64, tiles)
+        self.tile_total[:] = 0
+        self.ids = self._memory("ids", np.int32, self.capacity)
+        self.values = self._memory("values", np.float32, self.capacity)
         self.kept = np.zeros(self.rows, np.int32)
         self.floor = np.full(self.rows, -np.inf, np.float32)
+
+    def _memory(self, name: str, dtype: DTypeLike, columns: int) -> np.ndarray:
+        """Uninitialised [rows, columns]."""
+        if self.pool is None:
+            return np.empty((self.rows, columns), dtype)
+        return self.pool.scratch(f"head.{name}", dtype, self.rows * columns).reshape(self.rows, columns)
 
 
 @kernel
@@ -434,9 +445,9 @@ def head_statistics(
     vocab = table.rows
     check(x, "x", (rows, table.columns))
     forbidden = np.zeros(0, np.int32) if forbidden_ids is None else np.ascontiguousarray(forbidden_ids, np.int32)
-    state = HeadState(rows, vocab, capacity)
     settings = (float(softcap), 1.0 / temperature, forbidden, forbidden_row)
     with pool.lock:
+        state = HeadState(rows, vocab, capacity, pool=pool)
         groups = one_group(rows)
         if quantized:
             packed = quantize_rows(pool, x, scratch_quantized(pool, "head.x", rows, table.columns, groups))

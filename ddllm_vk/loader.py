@@ -28,6 +28,8 @@ from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], Any]  #: (bytes done, bytes in all)
 
+MOST_THREADS = 1024  #: more than any machine has cores
+
 #: the model that comes with the package
 BUNDLED_MODEL = Path(__file__).resolve().parent / "models" / "demo"
 
@@ -178,8 +180,8 @@ def load_model(
         raise InputError(f"device {device}: the {backend} backend has the one device 0")
     if nodes:
         raise InputError("nodes: running over several nodes is not implemented yet")
-    if threads is not None and threads < 1:
-        raise InputError(f"threads must be at least 1, not {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"threads must be 1 to {MOST_THREADS}, not {threads}")
 
     with open_checkpoint(BUNDLED_MODEL if path is None else path) as checkpoint:
         tokenizer = Tokenizer.from_folder(checkpoint.path)

@@ -350,7 +350,7 @@ def test_t_min_above_the_checkpoints_t_max(model, prompt):
         ({"weights": "q4"}, "weights must be one of"),
         ({"backend": "cuda"}, "backend must be one of"),
         ({"embedding": "q80"}, "embedding can be chosen"),
-        ({"threads": 0}, "threads must be at least 1"),
+        ({"threads": 0}, "threads must be 1 to 1024"),
         ({"device": 1}, "device 1"),
         ({"activations": "f16"}, "activations must be one of"),
         ({"kv_cache": "bf16"}, "kv_cache must be one of"),

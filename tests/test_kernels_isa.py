@@ -150,6 +150,9 @@ def test_the_command_line_says_why_not():
     assert unknown.returncode == 2
     assert "'--isa'" in unknown.stderr
     assert "'sse9'" in unknown.stderr
+    empty = command("generate", "--isa", "", "x")
+    assert empty.returncode == 2
+    assert "is empty" in empty.stderr
     foreign = next(name for name, i in isa.ISAS.items() if i.missing(isa.target_features()))
     unusable = command("bench", "--isa", foreign)
     assert unusable.returncode == 2

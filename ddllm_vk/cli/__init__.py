@@ -44,6 +44,8 @@ def _force_isa(ctx: click.Context, param: click.Parameter, name: str | None) -> 
     """The kernels choose when they are imported: that is done here, with the environment saying what to choose."""
     if name is None:
         return
+    if not name:
+        raise click.BadParameter("is empty; name an instruction set", ctx, param)
     os.environ["DDLLM_VK_ISA"] = name
     try:
         from ..cpu import isa
