@@ -129,34 +129,24 @@ def _read(typingctx, memory, turns, where):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+#: What _multiplies measures.
+_DOT, _FMA, _NARROW = range(3)
+
+
 @kernel
-def _dots(turns, room, counter, jobs, grain):
+def _multiplies(what, turns, room, counter, jobs, grain):
     """Job: `turns` turns in a row of `room`."""
     while True:
         job = take(counter, grain)
         if job >= jobs:
             return
-        _dot_turns(address(room) + job * _ROOM * 4, turns)
-
-
-@kernel
-def _fmas(turns, room, counter, jobs, grain):
-    """Job: `turns` turns in a row of `room`."""
-    while True:
-        job = take(counter, grain)
-        if job >= jobs:
-            return
-        _fma_turns(address(room) + job * _ROOM * 4, turns)
-
-
-@kernel
-def _narrows(turns, room, counter, jobs, grain):
-    """Job: `turns` turns in a row of `room`."""
-    while True:
-        job = take(counter, grain)
-        if job >= jobs:
-            return
-        _narrow_turns(address(room) + job * _ROOM * 4, turns)
+        where = address(room) + job * _ROOM * 4
+        if what == _DOT:
+            _dot_turns(where, turns)
+        elif what == _FMA:
+            _fma_turns(where, turns)
+        else:
+            _narrow_turns(where, turns)
 
 
 @kernel
@@ -202,8 +192,8 @@ def measure(pool: ThreadPool, runs: int = 30) -> Peaks:
     operations = 2 * jobs * _TURNS * _SUMS * _LANES
     return Peaks(
         pool.threads,
-        dot=4 * operations / best(_dots, jobs, _TURNS),
-        fma=operations / best(_fmas, jobs, _TURNS),
-        narrow=(2 if NARROW else 1) * operations / best(_narrows, jobs, _TURNS),
+        dot=4 * operations / best(_multiplies, jobs, _DOT, _TURNS),
+        fma=operations / best(_multiplies, jobs, _FMA, _TURNS),
+        narrow=(2 if NARROW else 1) * operations / best(_multiplies, jobs, _NARROW, _TURNS),
         read=_MEMORY / best(_reads, pieces, memory),
     )

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from distributions import check_sampled, entropy, softmax
 
 from ddllm_vk import quants
 from ddllm_vk.backends import vulkan_head
@@ -19,15 +20,6 @@ TILE = 256
 
 def random(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, dtype=F32)
-
-
-def softmax(z: np.ndarray) -> np.ndarray:
-    p = np.exp(z - z.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True)
-
-
-def entropy_of(p: np.ndarray) -> np.ndarray:
-    return -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
 
 
 def make_table(runtime, fmt: str, values: np.ndarray, part_rows: int | None = None) -> tuple[DeviceWeight, np.ndarray]:
@@ -105,16 +97,6 @@ def run_head(runtime, table, x, product, uniforms, scale, *, forbidden=(), row=-
     return head, head.read(), runtime.download(result, F32).reshape(rows, table.columns)
 
 
-def check_sampled(sampled: np.ndarray, p: np.ndarray, uniforms: np.ndarray) -> None:
-    """Inverse CDF over the tokens in id order, up to float32 rounding of the logits at the edges."""
-    rows = np.arange(len(p))
-    end = np.cumsum(p, axis=-1)[rows, sampled]
-    assert np.all(p[rows, sampled] > 0)
-    assert np.all(uniforms < end + 2e-6)
-    assert np.all(uniforms >= end - p[rows, sampled] - 2e-6)
-    assert np.mean(sampled == (np.cumsum(p, axis=-1) <= uniforms[:, None]).sum(axis=-1)) > 0.8
-
-
 #: rows, tokens, columns, format, tokens of a part of the table, workgroup, candidates
 SIZES = [
     (5, 512, 64, "q80", 512, 64, 1024),
@@ -166,7 +148,7 @@ def probabilities(products: np.ndarray, row: int = -1, forbidden=()) -> np.ndarr
 def check_step(step, p: np.ndarray, uniforms: np.ndarray) -> None:
     assert np.array_equal(step.argmax, p.argmax(axis=-1))
     check_sampled(step.sampled, p, uniforms)
-    assert np.abs(step.entropy - entropy_of(p)).max() < 2e-5
+    assert np.abs(step.entropy - entropy(p)).max() < 2e-5
     assert np.array_equal(step.entropy * 2.0**32 % 1, np.zeros(len(p)))
     assert not step.broken
 
